@@ -45,7 +45,6 @@ MISTAKES = [
     (["eval", "./no-model", "--task", "arithmetic"], ["./no-model"]),
     (["report", "no-such-run"], ["no-such-run", "check the path"]),
     (["report", "torn-run"], ["metrics.jsonl, line 1"]),
-    (["report", "torn-run", "--target", "0.5"], ["--target", "several runs"]),
     (["export", "no-such-run", "model"], ["no-such-run"]),
     (["sft", "quickstrat"], ["'quickstrat'", "'quickstart'"]),
 ]

@@ -1,7 +1,7 @@
 """The adapters against the losses of their trainers: same batches, called alike, the numbers of the trainers' own code.
 
 With TRIMTAB_PEERS set to a folder of checkouts (see tools/parity/from_hooks.py), what is frozen is computed again and
-compared.
+compared, and prime-rl's own trainer function runs with our loss.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ RUNS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
         for name in ("slime", "miles")
     },
 }
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Peer:
+    return Peer("hooks")
 
 
 @pytest.fixture(autouse=True)
@@ -232,10 +237,10 @@ def test_miles_scores_padded_sequences_as_packed_ones() -> None:
     assert float(packed) == pytest.approx(float(padded), rel=1e-6)
 
 
-def called(code: str) -> list[str]:
+def called(code: str, *arguments: str) -> list[str]:
     """The lines that a script prints beside the generators of the frozen numbers."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", code, str(PEERS)]
+    command = [sys.executable, "-c", code, str(PEERS), *arguments]
     generators = ROOT / "tools" / "parity"
     ended = subprocess.run(
         command, cwd=generators, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -261,6 +266,80 @@ def test_the_checkouts_compute_what_is_frozen(hooks: Peer) -> None:
     assert {name: hooks.text("signatures", "hooks", name) for name in cases["signatures"]["scalars"]["hooks"]} == cases[
         "signatures"
     ]["scalars"]["hooks"]
+
+
+CALLED = """
+import sys; from functools import partial; from pathlib import Path
+import from_prime_rl, generate, torch
+from trimtab.adapters.prime_rl import loss
+theirs = from_prime_rl.functions(Path(sys.argv[1]) / "prime-rl")
+for name, batch in generate.each(generate.make_batches()):
+    leaf = batch["current"].clone().requires_grad_()
+    rows = [list(batch[key]) for key in ("behavior", "mask")]
+    advantages = list(batch["advantage"].expand_as(leaf))
+    function = partial(loss, objective="ipo", divergence_max=0.3)
+    total, metrics = theirs["compute_loss"](
+        list(leaf), rows[0], None, advantages, rows[1], None, None, None, function, int(batch["mask"].sum()), 1, 1
+    )
+    print(name, total.item(), sorted(metrics)[0])
+"""
+
+
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+def test_prime_rl_calls_our_loss(prime_rl: Peer) -> None:
+    for line in called(CALLED):
+        name, value, metric = line.split()
+        assert float(value) == pytest.approx(prime_rl.scalar("ipo-0.3", name, "loss"), rel=1e-6)
+        assert metric.startswith("trimtab/")
+
+
+RECORDED = """
+import sys; from functools import partial; from pathlib import Path; from types import ModuleType, SimpleNamespace
+import from_hooks, from_prime_rl, generate, torch
+folder, logps = Path(sys.argv[1]), sys.argv[2]
+theirs = from_prime_rl.functions(folder / "prime-rl")
+module = sys.modules["prime_rl.trainer.rl.loss"] = ModuleType("prime_rl.trainer.rl.loss")
+module.setup_rl_loss_fn = lambda config: partial(theirs["default_loss_fn"], loss_config=config)
+interfaces = sys.modules["nemo_rl.algorithms.loss.interfaces"] = ModuleType("interfaces")
+interfaces.MetricNormalizer = SimpleNamespace(TOKENS="tokens")
+for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss", "prime_rl.trainer", "prime_rl.trainer.rl"):
+    sys.modules[name] = ModuleType(name)
+from trimtab.adapters.nemo_rl import RecordedLoss as OfNeMo
+from trimtab.adapters.openrlhf import RecordedLoss as OfOpenRLHF
+from trimtab.adapters.prime_rl import loss
+options = {"dppo_mask_low": 0.2, "dppo_mask_high": 0.3, "adv_tau": 1.0, "kl_tau": 1e-3}
+config = SimpleNamespace(**options)
+def summed(function, batch, logp):
+    parts = [
+        function(theirs["LossInputs"](*(value[row].expand_as(logp[row]) for value in values)))
+        for row in range(len(logp))
+        for values in [(logp, batch["behavior"], batch["reference"], batch["advantage"], batch["mask"])]
+    ]
+    return torch.stack([part.loss for part in parts]).sum()
+own = {
+    "nemo-rl": from_hooks.nemo_rl(folder),
+    "openrlhf": from_hooks.openrlhf(folder),
+    "prime-rl": partial(summed, partial(theirs["default_loss_fn"], loss_config=config)),
+}
+recorded = {
+    "nemo-rl": from_hooks.nemo_rl(folder, lambda one: OfNeMo(one, monitor=True)),
+    "openrlhf": from_hooks.openrlhf(folder, lambda one: OfOpenRLHF(one, dump=logps, monitor=True)),
+    "prime-rl": partial(summed, partial(loss, monitor=True, type="default", **options)),
+}
+for name, batch in generate.each(generate.make_batches()):
+    for trainer in own:
+        plain, ours = (generate.with_gradient(partial(f[trainer], batch), batch["current"]) for f in (own, recorded))
+        print(trainer, name, bool(plain[0] == ours[0]), torch.equal(plain[1], ours[1]), plain[1].abs().max().item() > 0)
+"""
+
+
+@pytest.mark.skipif(PEERS is None, reason="no checkouts: TRIMTAB_PEERS names a folder of them")
+def test_recorded_losses_are_the_trainers_own_bit_for_bit(tmp_path: Path) -> None:
+    lines = [line.split() for line in called(RECORDED, str(tmp_path))]
+    assert {trainer for trainer, *_ in lines} == {"nemo-rl", "openrlhf", "prime-rl"}
+    for trainer, name, loss, gradient, moved in lines:
+        assert (loss, gradient, moved) == ("True", "True", "True"), (trainer, name)
+    assert len(list(tmp_path.iterdir())) == 2 * len(lines) / 3  # OpenRLHF's, in two micro-batches each.
 
 
 @in_one_test("case", ["ipo-0.3", "ipo-0.05"])

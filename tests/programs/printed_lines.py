@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from verl_losses import actor_of, composed, correct, difference, nearer, proto, run_config
+from verl_losses import actor_of, composed, difference, nearer, run_config
 
 from trimtab.adapters.config_lines import lines_for
 from trimtab.adapters.micro_batch import turns_of
@@ -29,11 +29,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "icepop 3": ("icepop", {"weight_min": 0.6, "weight_max": 3.0}),
     "dapo dual": ("dapo", {"clip_dual": 1.5}),
     "dapo dual inside": ("dapo", {"clip_dual": 1.1}),
+    "geo-mask kept": ("geo-mask", {"denominator": "kept", "keep_min": 0.9, "keep_max": 1.2}),
     "token-bypass dual": ("token-bypass", {"clip_dual": 1.5}),
+    "dppo .02": ("dppo", {"divergence_max": 0.02, "ceiling": 2.0}),
+    "seq-bypass 2": ("seq-bypass", {"clip_high": 2.0}),
     "cispo 1.2": ("cispo", {"ceiling": 1.2}),
     "grpo sums": ("grpo", {"aggregation": "seq-mean-token-sum"}),
     "sapo tokens": ("sapo", {"aggregation": "token-mean", "tau_positive": 0.7}),
     "a mask": ("grpo", {"mask": [{"kind": "k3", "reduce": "mean", "max": 0.05}]}),
+    "a mask kept": ("grpo", {"mask": [{"kind": "k3", "reduce": "mean", "max": 0.05}], "denominator": "kept"}),
+    "a mask of tokens": ("grpo", {"mask": [{"kind": "k3", "reduce": "token", "max": 0.05}]}),
+    "token sums": (
+        "grpo",
+        {"mask": [{"kind": "band", "level": "token", "min": 0.9, "max": 1.1}], "aggregation": "seq-mean-token-sum"},
+    ),
 }
 """Presets with overrides, by name."""
 
@@ -65,6 +74,9 @@ def code(text: str) -> list[str]:
 
 def verl() -> dict[str, Any]:
     """verl's configuration composed from the overrides, its driver, and its loss in two micro-batches, on one rank."""
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
+
     result: dict[str, Any] = {}
     for name, case in CASES.items():
         text, data = lines_for("verl", *case), nearer()
@@ -79,17 +91,20 @@ def verl() -> dict[str, Any]:
         if correction.bypass_mode:  # As the trainer V1 does.
             data["old_log_probs"] = data["rollout_log_probs"]
         else:
-            policies = {name: data[name] for name in ("rollout_log_probs", "log_prob")}
-            corrected = correct(proto(**policies), correction)[0].batch
+            fields = {key: value for key, value in data.items() if key != "length"}
+            fields["response_mask"] = fields["response_mask"].long()
+            corrected = add(DataProto.from_single_dict(fields), correction)[0].batch
             carried, data["response_mask"] = corrected.get("rollout_is_weights"), corrected["response_mask"].bool()
         found = run_config(actor_of(config), 2, carried=carried, data=data, ranks=1)
-        result[name] |= difference(found, library(name, nearer()))
+        if "# differs" not in text:
+            result[name] |= difference(found, library(name, nearer()))
     return result
 
 
 def trl() -> dict[str, Any]:
     """TRL's configuration built from the call, and the loss of its trainer on a stand-in, in two micro-batches."""
     import trl.experimental.async_grpo
+    import trl.experimental.gmpo
     from trl import GRPOConfig
 
     result: dict[str, Any] = {}
@@ -111,7 +126,7 @@ def trl() -> dict[str, Any]:
         call.keywords += [ast.keyword(key, ast.Constant(value)) for key, value in (("use_cpu", True), ("bf16", False))]
         config = eval(ast.unparse(call), names)  # noqa: S307
         if "async" not in kind:
-            result[name] |= difference(trl_loss(config), library(name, nearer()))
+            result[name] |= {} if "# differs" in text else difference(trl_loss(config), library(name, nearer()))
         else:
             result[name]["epsilon"] = [config.epsilon, config.epsilon_high]
     return result
@@ -122,7 +137,9 @@ def trl_loss(config: Any) -> tuple[float, Tensor, dict]:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "parity"))
     from_trl = importlib.import_module("from_trl")
     from trl import GRPOTrainer
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
+    trainer = GMPOTrainer if isinstance(config, GMPOConfig) else GRPOTrainer
     data = nearer()
     stand_in = from_trl.trainer({"mask": data["response_mask"]}, loss_type=config.loss_type)
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
@@ -148,7 +165,7 @@ def trl_loss(config: Any) -> tuple[float, Tensor, dict]:
             inputs["importance_sampling_ratio"] = importance_ratio(from_trl, config, fields)[index]
         scored = leaf[index], torch.zeros_like(leaf[index]), None
         stand_in._get_per_token_logps_and_entropies = lambda *_, scored=scored, **__: scored
-        total = total + GRPOTrainer._compute_loss(stand_in, stand_in.model, inputs)
+        total = total + trainer._compute_loss(stand_in, stand_in.model, inputs)
     (gradient,) = torch.autograd.grad(total, leaf)
     return total.item(), gradient, {}
 

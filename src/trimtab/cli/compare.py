@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, unwritable, usable_cores
-from trimtab.errors import TrimtabError
+from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, usable_cores
 from trimtab.runs.layout import REPORT
 
 if TYPE_CHECKING:
@@ -76,7 +74,6 @@ def compare(
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of all runs.")] = False,
     tune: Tune = None,
-    page: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there too.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train methods under controlled mismatch, several seeds each, and rank them.
@@ -86,8 +83,6 @@ def compare(
     from trimtab.trainer.lab import experiment as lab
     from trimtab.trainer.lab.regimes import regime
 
-    if page is not None and (problem := unwritable(page)):
-        raise TrimtabError(f"cannot write {page}: {problem}; give --markdown another file")
     chosen = [regime(name) for name in regimes or lab.REGIMES]
     plan = lab.plan_experiment(methods or lab.METHODS, chosen, seeds or lab.SEEDS, out, model=model, sets=sets or ())
     train = partial(_train, workers=workers or usable_cores(), keep=keep, as_json=as_json)
@@ -101,7 +96,7 @@ def compare(
         notes = tuning.describe(choices, candidates)
         plan = tuning.plan_comparison(plan, choices)
     train(plan)
-    _show(plan, page, as_json, choices, notes)
+    _show(plan, as_json, choices, notes)
 
 
 def _train(plan: ExperimentPlan, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
@@ -115,12 +110,9 @@ def _train(plan: ExperimentPlan, *, workers: int, keep: bool, as_json: bool) -> 
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None
 
 
-def _show(
-    plan: ExperimentPlan, page: Path | None, as_json: bool, choices: list[Choice] | None, notes: list[str]
-) -> None:
+def _show(plan: ExperimentPlan, as_json: bool, choices: list[Choice] | None, notes: list[str]) -> None:
     from trimtab.report.comparison_figures import write_figures
     from trimtab.report.experiment_page import accuracy_figure, legend, markdown, summarize, write_experiment_page
-    from trimtab.runs.atomic import write_text
     from trimtab.runs.summary import read_table
 
     out = plan.out
@@ -130,8 +122,6 @@ def _show(
     text = f"{markdown(grid)}\n\n{legend(grid)}\n"
     if notes:
         text += "\n" + "".join(f"- {line}\n" for line in notes)
-    if page is not None:
-        write_text(Path(os.path.realpath(page)), text)
     if as_json:
         data = _json(grid, out, report) | {"figures": figures}
         if choices is not None:
@@ -149,26 +139,11 @@ def _show(
 
 
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
-    scores = [
-        {
-            "method": method,
-            "regime": regime,
-            "accuracy": score.accuracy.mean,
-            "low": score.accuracy.low,
-            "high": score.accuracy.high,
-            "rank": score.rank,
-            "tied_with_best": score.is_best,
-            "behind": score.behind.mean,
-            "behind_low": score.behind.low,
-            "behind_high": score.behind.high,
-            "detectable": score.detectable,
-            "collapsed": score.collapsed,
-            "diverged": score.diverged,
-            "seeds": score.seeds,
-            "values": score.values,
-        }
-        for (method, regime), score in grid.scores.items()
-    ]
+    scores = []
+    for (method, regime), score in grid.scores.items():
+        numbers = asdict(score)
+        del numbers["rows"]
+        scores.append({"method": method, "regime": regime, **numbers})
     refused = [{"method": m, "regime": r, "reason": reason} for (m, r), reason in grid.refused.items()]
     failed = [{key: row[key] for key in ("method", "regime", "seed", "error")} for row in grid.failed]
     return {

@@ -108,7 +108,7 @@ def explain(
     if trusted:
         allow_code()
     from trimtab.objectives import objectives
-    from trimtab.objectives.lookup import from_section, split_name
+    from trimtab.objectives.lookup import split_name
     from trimtab.objectives.presets import COMPOSED, is_custom
     from trimtab.trainer.config import is_recipe, recipe_names, split_overrides
 
@@ -125,7 +125,6 @@ def explain(
         listing = "`trimtab explain` lists objectives, `trimtab recipes` recipes"
         hint = did_you_mean(name, [*known, *recipe_names()], listing)
         raise TrimtabError(f"unknown objective or recipe {name!r}{hint}")
-    entries: list[dict[str, Any]] = []
     if trainer is not None or code:
         if not is_objective:
             option = "--code" if code else "--for"
@@ -133,19 +132,26 @@ def explain(
         command = ["trimtab", "explain", text, *(part for item in sets or [] for part in ("--set", item)), "--code"]
         _print_loss(trainer, shlex.join(command) if code else "", name, _keywords(changes), as_json)
         return
-    if is_objective:
-        keywords = [item for item in changes if _is_keyword(name, item)] if recipe else changes
-        objective_built = from_section({"name": name, **_keywords(keywords)})
-        entries.append(
-            {"objective": name, "equation": objective_built.equation(), "advantage": objective_built.advantage}
-        )
-        changes = [f"objective.{item}" if item in keywords else item for item in changes]
-    if recipe:
-        entries.append({"recipe": name, **_describe_recipe(name, changes)})
+    entries = _entries(name, changes, is_objective=is_objective, is_recipe=recipe)
     if as_json:
-        print_json(entries[-1] if len(entries) == 1 else {"objective": entries[0], "recipe": entries[1]})
-        return
-    echo("\n\n".join(_format_entry(entry) for entry in entries))
+        print_json(entries if len(entries) > 1 else next(iter(entries.values())))
+    else:
+        echo("\n\n".join(map(_format_entry, entries.values())))
+
+
+def _entries(name: str, changes: list[str], *, is_objective: bool, is_recipe: bool) -> dict[str, dict[str, Any]]:
+    """Returns what to print of an objective and of a recipe of that name; changes without a section are of both."""
+    from trimtab.objectives.lookup import from_section
+
+    entries: dict[str, dict[str, Any]] = {}
+    if is_objective:
+        keywords = [item for item in changes if "." not in item.partition("=")[0]] if is_recipe else changes
+        built = from_section({"name": name, **_keywords(keywords)})
+        entries["objective"] = {"objective": name, "equation": built.equation(), "advantage": built.advantage}
+        changes = [f"objective.{item}" if item in keywords else item for item in changes]
+    if is_recipe:
+        entries["recipe"] = {"recipe": name, **_describe_recipe(name, changes)}
+    return entries
 
 
 def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str, Any], as_json: bool) -> None:
@@ -202,14 +208,6 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
         "advantage": advantage,
         **{name: section.model_dump() for name, section in sections.items() if section is not None},
     }
-
-
-def _is_keyword(name: str, item: str) -> bool:
-    from trimtab.objectives import keywords_of
-    from trimtab.objectives.keywords import PART_KEYS
-    from trimtab.trainer.config import parse_override
-
-    return parse_override(item)[0] in {"calibrate", *keywords_of(name), *PART_KEYS}
 
 
 def _keywords(sets: list[str]) -> dict[str, Any]:

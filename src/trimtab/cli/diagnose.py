@@ -7,18 +7,15 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trimtab.cli.output import Json, echo, print_json
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.diagnosis.pipeline import OnProgress
 
 PAGE = "diagnose.html"
 Files = Annotated[
@@ -208,6 +205,7 @@ def _answer(
     files: list[Path], against: list[Path], options: Mapping[str, Any], target: Path, form: str, *, redact: bool
 ) -> None:
     """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
+    from trimtab.cli.display import progress, terminal_width
     from trimtab.diagnosis.output.as_json import against_dict, as_dict
     from trimtab.diagnosis.output.as_text import markdown, terminal_text
     from trimtab.diagnosis.output.html_page import write_page
@@ -216,7 +214,11 @@ def _answer(
     from trimtab.diagnosis.redaction import Redaction
 
     redaction, comparison = Redaction() if redact else None, None
-    with _progress() as on_progress:
+    with progress("starting") as update:
+
+        def on_progress(what: str, tokens: int) -> None:
+            update(description=f"{what}: {tokens:,} tokens")
+
         if against:
             diagnosis, comparison = compare(files, against, on_progress=on_progress, redaction=redaction, **options)
         else:
@@ -232,7 +234,7 @@ def _answer(
     elif form == "markdown":
         echo(markdown(diagnosis, comparison, command))
     else:
-        echo(terminal_text(diagnosis, shown, _width(), comparison))
+        echo(terminal_text(diagnosis, shown, terminal_width(), comparison))
 
 
 def _watch(
@@ -308,21 +310,3 @@ def page_path(out: Path | None) -> Path:
     if target.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--out {target} is not a page: give a name that ends in .html, or a folder that exists")
     return target
-
-
-def _width() -> int | None:
-    """Returns the width of the terminal; None for a file or a pipe, where lines are not wrapped."""
-    from trimtab.cli.display import PlainTextConsole
-
-    console = PlainTextConsole()
-    return console.width if console.is_terminal else None
-
-
-@contextmanager
-def _progress() -> Iterator[OnProgress]:
-    """Shows the current activity on standard error, if that is a terminal."""
-    from trimtab.cli.display import PlainTextConsole, progress_bar
-
-    with progress_bar(PlainTextConsole(stderr=True)) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda what, tokens: bar.update(task, description=f"{what}: {tokens:,} tokens")

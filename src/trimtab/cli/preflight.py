@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,17 +14,11 @@ import typer
 
 from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
 from trimtab.errors import TrimtabError
-from trimtab.text import markdown_text
 
 if TYPE_CHECKING:
-    from trimtab.preflight.checklist import Preflight
     from trimtab.preflight.engine_pair import Check
 
 LENGTHS = [128, 512, 2048]
-LEVELS = {"fail": "error", "note": "warning", "ok": "notice"}
-"""Status of a check -> command of GitHub's workflows."""
-SUMMARY = "GITHUB_STEP_SUMMARY"
-"""The variable with the file that GitHub shows as the summary of a step."""
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="HF id, folder, bundled model, or recipe.")]
 Sampler = Annotated[
@@ -56,7 +49,6 @@ Bound = Annotated[
     ),
 ]
 HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page.")]
-Github = Annotated[bool, typer.Option("--github", help="Annotations and a summary for a GitHub workflow.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -80,7 +72,6 @@ def preflight(
     sets: Sets = None,
     as_json: Json = False,
     html: HtmlPage = None,
-    github: Github = False,
 ) -> None:
     """Compare sampler and trainer before anything is trained: is this pair fit to train?
 
@@ -101,8 +92,12 @@ def preflight(
         pair = build_pair(config, trainer, prompts, limit, Path(folder), notify)
         try:
             chosen = facts(config, trainer)
-            show(*_pair_row(chosen))
-            result = run(pair, lengths or LENGTHS, chosen, notify, lambda check: show(*_check_row(check)))
+            show("pair", f"{chosen['sampler']} | {chosen['trainer']} ({chosen['model']})")
+
+            def on_check(check: Check) -> None:
+                show(f"{check.status:<6}{check.name}", check.text)
+
+            result = run(pair, lengths or LENGTHS, chosen, notify, on_check)
         finally:
             pair.engine.close()
         show("verdict", result.verdict)
@@ -112,58 +107,17 @@ def preflight(
         print_json(result.as_dict() | {"page": html})
     elif html is not None:
         echo(_row("page", str(html)))
-    if github:
-        for line in github_lines(result):
-            echo(line, err=as_json)
-        if path := os.environ.get(SUMMARY):
-            write_summary(result, Path(path))
     if not result.ok:
         raise typer.Exit(1)
 
 
-def _pair_row(facts: Mapping[str, str]) -> tuple[str, str]:
-    return "pair", f"{facts['sampler']} | {facts['trainer']} ({facts['model']})"
-
-
-def _check_row(check: Check) -> tuple[str, str]:
-    return f"{check.status:<6}{check.name}", check.text
-
-
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; all rows begin their text at the same column."""
-    from trimtab.cli.display import PlainTextConsole
+    from trimtab.cli.display import terminal_width
     from trimtab.diagnosis.output.as_text import folded
     from trimtab.preflight.checklist import CHECKS
 
-    console = PlainTextConsole()
-    width = len("fail  ") + max(map(len, CHECKS))
-    return folded([(f"{label:<{width}}", text)], console.width if console.is_terminal else None)
-
-
-def github_lines(result: Preflight) -> list[str]:
-    """Returns a line for each check that did not pass, as GitHub's workflows read them from standard output."""
-    escaped = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
-    return [
-        f"::{LEVELS[check.status]} title=trimtab preflight: {check.name}::{check.text.translate(escaped)}"
-        for check in result.checks
-        if check.status != "ok"
-    ]
-
-
-def write_summary(result: Preflight, path: Path) -> None:
-    """Appends the result to a file that GitHub shows as the summary of a step, as Markdown.
-
-    Raises:
-        TrimtabError: it cannot be written.
-    """
-    rows = [_pair_row(result.facts), *((check.status, f"{check.name}: {check.text}") for check in result.checks)]
-    cells = [f"| {label} | {markdown_text(text)} |" for label, text in rows]
-    title = f"### trimtab preflight: {markdown_text(result.verdict)}"
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n".join([title, "", "| | |", "|---|---|", *cells, ""]) + "\n")
-    except OSError as error:
-        raise TrimtabError(f"{SUMMARY} = {path} cannot be written: {error.strerror}") from None
+    return folded([(f"{label:<{len('fail  ') + max(map(len, CHECKS))}}", text)], terminal_width())
 
 
 @contextmanager

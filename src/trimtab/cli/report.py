@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.output import Json, echo, print_json
-from trimtab.errors import TrimtabError
 from trimtab.runs.layout import REPORT
 
 
@@ -28,16 +27,6 @@ def report(
             "--out", metavar="DIR", help="Where the page goes. Default: beside the run, or above the first of several."
         ),
     ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            "--target",
-            min=0,
-            max=1,
-            metavar="ACCURACY",
-            help="Held-out accuracy for steps and time to it (several runs).",
-        ),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write report.html: one page that needs nothing else. Runs that differ in seed only form one band."""
@@ -45,8 +34,6 @@ def report(
 
     run_paths = [run for path in runs for run in find_runs(path)]
     if run_paths == runs and len(runs) == 1:
-        if target is not None:
-            raise TrimtabError("--target is for a comparison: name several runs, or a folder of them")
         from trimtab.report.health import as_data, health
         from trimtab.report.run_report import write_report
         from trimtab.runs.reader import read_run
@@ -54,14 +41,12 @@ def report(
         run = read_run(runs[0])
         data = {"report": write_report(runs[0], out), "verdict": as_data(health(run)), "provenance": run.origins}
     else:
-        from trimtab.report.comparison import as_data as comparison_data
-        from trimtab.report.comparison import compare, write_page
-        from trimtab.report.groups import group_runs
+        from trimtab.report import comparison
 
         # The page of a folder of runs goes into that folder, that of single runs into the parent of the first.
         folder = out or (runs[0] if len(runs) == 1 else runs[0].parent)
-        comparison = compare(group_runs(run_paths), target=target)
-        data = {"report": write_page(comparison, folder / REPORT), **comparison_data(comparison)}
+        found = comparison.compare(run_paths)
+        data = {"report": comparison.write_page(found, folder / REPORT), **comparison.as_data(found)}
     if as_json:
         print_json(data)
         return

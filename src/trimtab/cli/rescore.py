@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trimtab.cli.diagnose import Columns, Framework, parse_columns
 from trimtab.cli.output import echo
 from trimtab.errors import TrimtabError
-
-if TYPE_CHECKING:
-    from trimtab.preflight.rescoring import OnProgress
 
 SUFFIXES = (".parquet", ".jsonl")
 Dump = Annotated[
@@ -71,11 +66,12 @@ def rescore(
         raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")
     if any(path.resolve() == out.resolve() for path in dump):
         raise TrimtabError(f"--out {out} is the file that is read: give another name")
+    from trimtab.cli.display import progress
     from trimtab.preflight.rescoring import encoded
     from trimtab.preflight.rescoring import rescore as run
     from trimtab.runs.atomic import write_output
 
-    with _progress() as on_progress:
+    with progress("loading") as update:
         rows = run(
             dump,
             model,
@@ -84,18 +80,8 @@ def rescore(
             limit=limit,
             step=step,
             temperature=temperature,
-            on_progress=on_progress,
+            on_progress=lambda done, whole: update(description="scoring", completed=done, total=whole),
         )
     write_output(out, encoded(rows, out.suffix))
     echo(f"scored    {rows.num_rows} responses with {model} in float32")
     echo(f"wrote     {out}\nnext      trimtab diagnose {out}")
-
-
-@contextmanager
-def _progress() -> Iterator[OnProgress]:
-    """Shows the number of scored responses on standard error, if that is a terminal."""
-    from trimtab.cli.display import PlainTextConsole, progress_bar
-
-    with progress_bar(PlainTextConsole(stderr=True)) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda done, whole: bar.update(task, description="scoring", completed=done, total=whole)

@@ -74,7 +74,7 @@ def _load(recipe: str, sets: Sequence[str] | None) -> Config:
 def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dict[str, Any]:
     from trimtab.cli.display import closing_lines, show_runs
     from trimtab.errors import TrimtabError
-    from trimtab.report.comparison import held_out, write_comparison
+    from trimtab.report.comparison import compare, held_out, write_page
     from trimtab.runs.reader import read_steps
     from trimtab.trainer.lab.recipe_comparison import run_recipe_comparison
     from trimtab.trainer.ranks import launched_by_torchrun
@@ -83,8 +83,9 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
         raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
     with show_runs(to_stderr=to_stderr) as observer:
         runs = run_recipe_comparison(config, out, observer, resume=resume)
-    page = write_comparison(runs, out / REPORT)
-    echo("\n".join([*closing_lines(held_out(runs)), f"report: {page}"]), err=to_stderr)
+    comparison = compare([run for of in runs.values() for run in of])
+    page = write_page(comparison, out / REPORT)
+    echo("\n".join([*closing_lines(held_out(comparison.groups)), f"report: {page}"]), err=to_stderr)
     return {str(run.relative_to(out)): read_steps(run)[-1] for of in runs.values() for run in of}
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from trimtab.diagnosis.tokens import k3
 from trimtab.pages.charts import CYCLE, STYLES, VERMILLION, draw, log_scale, scatter_svg
 from trimtab.pages.page import STATUS_TONES, Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
-from trimtab.preflight.checklist import CHECKS, PARTS, WHOLE, Preflight, measured_of
+from trimtab.preflight.checklist import CHECKS, Preflight, measured_of
 from trimtab.runs.atomic import write_output
 from trimtab.text import short
 
@@ -28,7 +28,7 @@ WORDS = (
         "1e-13 in float32; 1e-5 to 1e-3 is published for large dense models in 16 bits, up to 1e-1 for quantized ones.",
     ),
 )
-CODES = "The exit code is 1 where a check fails; --github prints annotations for a workflow."
+CODES = "The exit code is 1 where a check fails."
 PLACES = 10
 
 
@@ -37,11 +37,6 @@ def write_page(result: Preflight, path: Path, command: str) -> Path:
 
     command: the command line, for a reader who was not there.
     """
-    return write_output(path, page(result, command).encode())
-
-
-def page(result: Preflight, command: str) -> str:
-    """Returns the page as HTML."""
     steps = [(check.name, check.next_step) for check in result.checks if check.status == "fail" and check.next_step]
     checks = [
         [
@@ -51,49 +46,35 @@ def page(result: Preflight, command: str) -> str:
         ]
         for check in result.checks
     ]
-    return Page(
+    page = Page(
         kind="Trimtab preflight",
         title=f"Is this pair fit to train: {result.facts['model']}",
         facts=[*result.facts.items(), ("bound", f"k3 {short(result.bound)} nats per token")],
         sections=[
             Section("", [Verdict("good" if result.ok else "warn", [("verdict", result.verdict), *steps])]),
             Section("Checks", [Table(("status", "check", "what was found"), checks)]),
-            *_parts(result),
-            *([_size(result)] if result.samples else []),
+            Section("Size of the mismatch", [Charts(_charts(result))] if result.samples else []),
             Section("Words", [Note(text, label=word) for word, text in WORDS]),
             Section("Again, and in continuous integration", [Note(CODES), Card(code=command)]),
         ],
-    ).html()
-
-
-def _parts(result: Preflight) -> list[Section]:
-    """Returns the three comparisons of decode, prefill and trainer, if they were made."""
-    found = next((check.figures for check in result.checks if check.name == "prefill"), None)
-    if not found:
-        return []
-    rows = [[name, short(found[f"k3/{name}"]), f"{found[f'ratio_mean/{name}']:.5g}"] for name in (*PARTS, WHOLE)]
-    return [Section("Decode, prefill and trainer", [Table(("pair", "k3", "mean ratio"), rows, numeric=range(1, 3))])]
-
-
-def _size(result: Preflight) -> Section:
-    rows = []
-    for length, one in result.samples.items():
-        size = measured_of(one).size.mismatch
-        figures = [size[name] for name in ("k3", "ratio_mean", "ratio_q01", "ratio_q99", "abs_diff_max")]
-        cells = [short(figures[0]), *(f"{value:.4f}" for value in figures[1:4]), short(figures[4])]
-        rows.append([str(length), f"{int(size['tokens']):,}", *cells])
-    heads = ("response length", "tokens", "k3", "mean ratio", "1% of ratios below", "1% above", "largest difference")
-    position = Chart(
-        "Mismatch along the response",
-        draw("k3 by position", lambda axes: _paint_positions(axes, result), legend=True),
-        [Note("It should be flat. A rise towards the end points to long contexts (attention, rotary angles).")],
     )
-    scatter = Chart(
-        "Each token on both sides",
-        scatter_svg(measured_of(*result.samples.values()).scatter),
-        [Note("All tokens should lie on the diagonal.")],
-    )
-    return Section("Size of the mismatch", [Table(heads, rows, numeric=range(7)), Charts([position, scatter])])
+    return write_output(path, page.html().encode())
+
+
+def _charts(result: Preflight) -> list[Chart]:
+    """Returns k3 by position in the response, and the probabilities of both sides."""
+    return [
+        Chart(
+            "Mismatch along the response",
+            draw("k3 by position", lambda axes: _paint_positions(axes, result), legend=True),
+            [Note("It should be flat. A rise towards the end points to long contexts (attention, rotary angles).")],
+        ),
+        Chart(
+            "Each token on both sides",
+            scatter_svg(measured_of(*result.samples.values()).scatter),
+            [Note("All tokens should lie on the diagonal.")],
+        ),
+    ]
 
 
 def _paint_positions(axes: Axes, result: Preflight) -> None:

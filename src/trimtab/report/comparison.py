@@ -1,8 +1,7 @@
-"""Compares several runs: one HTML page, one picture, and the same content as data."""
+"""Compares several runs: one HTML page, and the same content as data."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,41 +10,25 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from markupsafe import Markup
 
 from trimtab.intervals import SeedMean, interval_method
 from trimtab.pages.charts import AVERAGED_FROM
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.cautions import cautions, same_measure
-from trimtab.report.comparison_figures import (
-    BANDS_UP_TO,
-    THIN_UP_TO,
-    draw_panels,
-    legend_of,
-    picture,
-    swatch,
-    write_figures,
-)
-from trimtab.report.groups import Group, Groups, format_value, join_names, named_runs, plain
+from trimtab.report.comparison_figures import BANDS_UP_TO, draw_panels, legend_of, swatch
+from trimtab.report.groups import Group, format_value, group_runs, join_names, plain
 from trimtab.report.run_objective import equation_of
 from trimtab.report.summary_columns import (
+    PROCESS_COLUMNS,
+    RESULT_COLUMNS,
     Outcome,
-    Target,
-    accuracy_of,
-    by_seed,
-    choose_target,
     format_in,
     outcome,
-    process_columns,
-    result_columns,
+    summaries_of,
     summary_table,
 )
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import REPORT
-from trimtab.runs.reader import read_run
-
-PICTURE = "comparison.png"
-_MAX_GROUP_COLUMNS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,48 +37,40 @@ class Comparison:
 
     groups: list[Group]
     cautions: list[str]
-    target: Target
     results: list[Outcome]
     process_metrics: list[Outcome]
     differences: Mapping[str, list[Any]]
     equations: Mapping[str, str]
 
 
-def compare(grouped: Groups, *, target: float | None = None) -> Comparison:
-    """Returns the comparison of all groups.
+def compare(runs: Sequence[Path]) -> Comparison:
+    """Returns the comparison of runs; those that differ only in the seed are one group.
 
-    `target` is the held-out accuracy in (0, 1] for the columns "steps to" and "seconds to"; by default it is chosen
-    from the runs.
+    Raises `TrimtabError` when a run's files are missing, empty or damaged.
     """
-    groups = grouped.groups
-    accuracy_target = choose_target(groups, target)
-    comparable = same_measure(groups)
-    results = [outcome(column, groups, judged=comparable) for column in result_columns(accuracy_target)]
-    process_metrics = [outcome(column, groups) for column in process_columns()]
-    equations, notes = _equations(groups)
+    groups, notes = group_runs(runs)
+    comparable, summaries = same_measure(groups), [summaries_of(group) for group in groups]
+    results = [outcome(column, summaries, judged=comparable) for column in RESULT_COLUMNS]
+    process_metrics = [outcome(column, summaries) for column in PROCESS_COLUMNS]
+    equations = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
+    notes += cautions(groups) if len(groups) > 1 else []
+    notes += [
+        f"{name}: every seed calibrated its own bounds; the equation is that of the first seed."
+        for name, by_seed in equations.items()
+        if len(set(by_seed)) > 1
+    ]
     return Comparison(
         groups=groups,
-        cautions=[*grouped.notes, *(cautions(groups) if len(groups) > 1 else ()), *notes],
-        target=accuracy_target,
+        cautions=notes,
         results=[item for item in results if item],
-        process_metrics=[item for item in process_metrics if item and not _is_always_zero(item)],
+        process_metrics=[item for item in process_metrics if item],
         differences=differing_keys(groups),
-        equations=equations,
+        equations={name: by_seed[0] for name, by_seed in equations.items()},
     )
 
 
-def write_comparison(runs: Mapping[str, Sequence[Path]], path: Path) -> Path:
-    """Writes the page `path` and `comparison.png` and `.svg` beside it, and returns `path`.
-
-    `runs` maps a label to the run directories of its seeds. Raises `TrimtabError` when there is nothing to compare or
-    a run's files are missing, empty or damaged.
-    """
-    return write_page(compare(named_runs(runs)), path)
-
-
 def write_page(comparison: Comparison, path: Path) -> Path:
-    """Writes the page `path` and, beside it, a picture for documents that cannot include HTML."""
-    write_figures(lambda: picture(comparison.groups), path.parent / PICTURE)
+    """Writes the page and returns `path`."""
     return write_output(path, _page(comparison, path.parent).html().encode())
 
 
@@ -107,8 +82,12 @@ def as_data(comparison: Comparison) -> dict[str, Any]:
             {
                 "name": group.name,
                 "runs": [
-                    {"path": str(run.path), "seed": seed, **numbers, "steps": run.last["step"]}
-                    for run, seed, numbers in zip(group.runs, group.seeds, by_seed(columns, index), strict=True)
+                    {
+                        "path": str(run.path),
+                        "seed": run.config.get("seed"),
+                        **{item.column.key: item.values[index][place] for item in columns},
+                    }
+                    for place, run in enumerate(group.runs)
                 ],
                 "results": {item.column.key: _interval_data(item.intervals[index]) for item in columns},
                 "best": [item.column.key for item in columns if item.winner == index],
@@ -116,7 +95,6 @@ def as_data(comparison: Comparison) -> dict[str, Any]:
             }
             for index, group in enumerate(comparison.groups)
         ],
-        "target": {"accuracy": comparison.target.accuracy, "why": comparison.target.why},
         "differences": {
             key: {group.name: value for group, value in zip(comparison.groups, values, strict=True)}
             for key, values in comparison.differences.items()
@@ -125,15 +103,15 @@ def as_data(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def held_out(runs: Mapping[str, Sequence[Path]]) -> dict[str, float | str]:
-    """Returns the held-out greedy accuracy after training by label: each seed, and the mean of several seeds."""
-    summary: dict[str, float | str] = {}
-    for label, folders in runs.items():
-        accuracies = [accuracy_of(read_run(Path(folder))) for folder in folders]
-        values = [math.nan if accuracy is None or accuracy.after is None else accuracy.after for accuracy in accuracies]
-        shown = "  ".join("not measured" if math.isnan(value) else f"{value:.3f}" for value in values)
-        mean = f"  (mean {np.mean(values):.3f})" if len(values) > 1 and not math.isnan(sum(values)) else ""
-        summary[f"{label}, held-out accuracy after"] = shown + mean
+def held_out(groups: Sequence[Group]) -> dict[str, str]:
+    """Returns the held-out greedy accuracy after training by group: each seed, and the mean of several seeds."""
+    summary = {}
+    for group in groups:
+        values = [run.held_out.after for run in group.runs]
+        known = [value for value in values if value is not None]
+        shown = "  ".join("not measured" if value is None else f"{value:.3f}" for value in values)
+        mean = f"  (mean {np.mean(known):.3f})" if len(known) == len(values) > 1 else ""
+        summary[f"{group.name}, held-out accuracy after"] = shown + mean
     return summary
 
 
@@ -144,22 +122,6 @@ def differing_keys(groups: Sequence[Group]) -> dict[str, list[Any]]:
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _is_always_zero(item: Outcome) -> bool:
-    """Whether this is the column of skipped updates and no run skipped one."""
-    return item.column.key == "optim/skipped" and not any(value for seeds in item.values for value in seeds)
-
-
-def _equations(groups: Sequence[Group]) -> tuple[dict[str, str], list[str]]:
-    """Returns the equation of every group's first run, and a note where its seeds calibrated different bounds."""
-    by_group = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
-    notes = [
-        f"{name}: every seed calibrated its own bounds; the equation is that of the first seed."
-        for name, equations in by_group.items()
-        if len(set(equations)) > 1
-    ]
-    return {name: equations[0] for name, equations in by_group.items()}, notes
-
-
 def _page(comparison: Comparison, folder: Path) -> Page:
     groups, results, process = comparison.groups, comparison.results, comparison.process_metrics
     names, marks = [group.name for group in groups], [swatch(index) for index in range(len(groups))]
@@ -167,7 +129,6 @@ def _page(comparison: Comparison, folder: Path) -> Page:
     drawing = [_drawing_text(groups)]
     drawing += [f"Logged by no run: {'; '.join(absent)}."] if absent else []
     drawing += [f"0 in all runs: {'; '.join(zero)}."] if zero else []
-    picture_link = Markup('<p class="small soft">Reward, accuracy and k3 as a picture: <a href="{0}">{0}</a>.</p>')
     return Page(
         kind="Trimtab comparison",
         title=" against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
@@ -180,15 +141,12 @@ def _page(comparison: Comparison, folder: Path) -> Page:
             Section(
                 "Curves",
                 [
-                    legend_of([(group.name, _seed_list(group)) for group in groups]),
+                    legend_of(names),
                     Charts(drawn),
                     Note(" ".join(drawing)),
-                    picture_link.format(PICTURE),
                 ],
             ),
-            Section(
-                "Results", [summary_table(results, names, marks), Note(_result_text(comparison))] if results else []
-            ),
+            Section("Results", [summary_table(results, names, marks), Note(_interval_text(groups))] if results else []),
             Section("On the way", [summary_table(process, names, marks)] if process else []),
             Section("What differs in the configuration", _differences(comparison)),
             Section("What each one minimizes", _equation_cards(comparison.equations)),
@@ -212,11 +170,6 @@ def _shared(groups: Sequence[Group], key: str) -> Any:
     return values[0] if all(value == values[0] for value in values) else None
 
 
-def _seed_list(group: Group) -> str:
-    seeds = ", ".join(str(seed) for seed in group.seeds[:6]) + (", …" if len(group.seeds) > 6 else "")
-    return f"{'seed' if len(group.seeds) == 1 else 'seeds'} {seeds}"
-
-
 def _drawing_text(groups: Sequence[Group]) -> str:
     """Returns sentences that say what the lines and bands of the figures are."""
     sentences = ["Thick lines are means over seeds, at the steps all seeds of a group have."]
@@ -224,8 +177,6 @@ def _drawing_text(groups: Sequence[Group]) -> str:
         return f"{sentences[0]} With so many groups only the means are drawn."
     if any(len(group.runs) > 1 for group in groups):
         sentences.append("Bands run from the lowest seed to the highest.")
-    if any(1 < len(group.runs) <= THIN_UP_TO for group in groups):
-        sentences.append("Thin lines are single seeds.")
     if any(run.last["step"] >= AVERAGED_FROM for group in groups for run in group.runs):
         sentences.append(
             f"From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, and what was "
@@ -234,34 +185,24 @@ def _drawing_text(groups: Sequence[Group]) -> str:
     return " ".join(sentences)
 
 
-def _result_text(comparison: Comparison) -> str:
-    """Returns sentences that say what the intervals of this page are, and which target was to be reached."""
-    counts = sorted({len(group.runs) for group in comparison.groups})
-    methods = "; ".join(f"with {count} seeds {interval_method(count)}" for count in counts if count > 1)
-    target = comparison.target
-    goal = (
-        f"No column for how soon: {target.why}."
-        if target.accuracy is None
-        else f"Steps and seconds are to the first held-out measurement of {target.accuracy} or more ({target.why}); "
-        "seconds are those of training steps."
-    )
+def _interval_text(groups: Sequence[Group]) -> str:
+    """Returns sentences that say what the intervals of this page are."""
+    counts = sorted({len(group.runs) for group in groups} - {1})
+    methods = "; ".join(f"with {count} seeds {interval_method(count)}" for count in counts)
     return (
         f"Mean over seeds and its interval: {methods or 'single seeds have none'}. Bold: the interval lies apart from "
         "those of all others, each of at least three seeds (the ranges of three seeds lie apart by chance in one of "
         "ten cases, of four in one of 35); no bold means that these runs do not tell. Wall-clock seconds are never "
-        f"judged: runs that did not take turns on an idle machine tell nothing about it. {goal}"
+        "judged: runs that did not take turns on an idle machine tell nothing about it."
     )
 
 
 def _differences(comparison: Comparison) -> list[Part]:
-    """Returns the table of differing keys: one column per group, or one row per group where there are many groups."""
-    names = [group.name for group in comparison.groups]
+    """Returns the table of differing keys, with a column for each group."""
+    heads = ["key", *(group.name for group in comparison.groups)]
     rows = [[key, *map(format_value, values)] for key, values in comparison.differences.items()]
     if not rows:
         return [Note("Nothing but seed and out.")]
-    heads = ["key", *names]
-    if len(names) > _MAX_GROUP_COLUMNS and len(rows) <= 2 * len(names):
-        heads, *rows = [list(column) for column in zip(["group", *names], *rows, strict=True)]
     note = "Keys that are equal everywhere, seed and out are left out; – stands for a key a recipe does not have."
     return [Table(heads, rows, mono=range(len(heads))), Note(note)]
 
@@ -276,19 +217,16 @@ def _equation_cards(equations: Mapping[str, str]) -> list[Part]:
 
 def _run_table(comparison: Comparison, folder: Path) -> Fold:
     """Returns one row per run, with a link to its report where it exists."""
-    columns = [item.column for item in comparison.results]
     rows = []
     for index, group in enumerate(comparison.groups):
-        numbers = by_seed(comparison.results, index)
-        for run, seed, values in zip(group.runs, group.seeds, numbers, strict=True):
-            pairs = [(column, values[column.key]) for column in columns]
-            cells = ["–" if value is None else format_in(column, value) for column, value in pairs]
+        for place, run in enumerate(group.runs):
             report = run.path / REPORT
             # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
             link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
             name = Cell(plain(run.path.name), link=link)
-            rows.append([group.name, name, format_value(seed), *cells])
-    heads = ("group", "run", "seed", *(column.title for column in columns))
+            cells = [format_in(item.column, item.values[index][place]) for item in comparison.results]
+            rows.append([group.name, name, format_value(run.config.get("seed")), *cells])
+    heads = ("group", "run", "seed", *(item.column.title for item in comparison.results))
     return Fold(f"{len(rows)} runs, one by one", [Table(heads, rows, numeric=range(2, len(heads)))])
 
 

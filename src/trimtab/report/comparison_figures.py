@@ -15,7 +15,6 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from trimtab.pages.charts import (
     AVERAGED_FROM,
@@ -28,17 +27,14 @@ from trimtab.pages.charts import (
     draw,
     log_scale_of_any_sign,
     start_at_zero,
-    step_axis,
     trailing,
 )
 from trimtab.pages.page import Chart, Note
 from trimtab.report.groups import Group, join_names
-from trimtab.report.summary_columns import accuracy_of
 from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import Run
 
-# Groups up to which bands are drawn (more would hide each other), and seeds up to which single curves are drawn.
-BANDS_UP_TO, THIN_UP_TO = 8, 3
+BANDS_UP_TO = 8  # groups; more would hide each other
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
 # Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
 _SETTINGS: dict[Any, Any] = {
@@ -68,8 +64,7 @@ class Panel:
     def read(self, run: Run) -> Series:
         """Returns the series of a run."""
         if self is ACCURACY:
-            accuracy = accuracy_of(run)
-            return (accuracy.steps, accuracy.values) if accuracy else (np.empty(0), np.empty(0))
+            return run.held_out.steps, run.held_out.values
         logged = [run.series(key) for key in self.keys] or [run.clipped()]
         steps, values = next((series for series in logged if len(series[0])), logged[0])
         if not self.log:
@@ -97,7 +92,6 @@ PANELS = (
     Panel("Rejected tokens, share", ("reject/tokens",)),
     Panel("Learning rate", ("optim/lr",), averaged=False),
 )
-PICTURE_PANELS = (PANELS[1], PANELS[0], PANELS[2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,28 +166,10 @@ def swatch(index: int) -> Markup:
     return Markup(f'<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true">{line}</svg>')
 
 
-def legend_of(groups: Sequence[tuple[str, str]]) -> Markup:
-    """Returns the legend of figures: the line of each group, its name and what to know about it."""
-    item = Markup('<li>{}<bdi>{}</bdi> <span class="soft">{}</span></li>')
-    items = [item.format(swatch(index), name, about) for index, (name, about) in enumerate(groups)]
+def legend_of(names: Sequence[str]) -> Markup:
+    """Returns the legend of figures: the line and the name of each group."""
+    items = [Markup("<li>{}<bdi>{}</bdi></li>").format(swatch(index), name) for index, name in enumerate(names)]
     return Markup('<ul class="legend small">{}</ul>').format(Markup("").join(items))
-
-
-def picture(groups: Sequence[Group]) -> Figure:
-    """Returns reward, held-out accuracy and k3 as one figure."""
-    figure = Figure(figsize=(11, 3.5 + 0.22 * ((len(groups) - 1) // 4)), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(PICTURE_PANELS)), PICTURE_PANELS, strict=True):
-        _draw_panel(axes, panel, [[panel.read(run) for run in group.runs] for group in groups])
-        axes.set_title(panel.title, fontsize=10, loc="left")
-        step_axis(axes)
-    handles = [
-        Line2D([], [], color=color, linestyle=style, linewidth=2)
-        for color, style in (_line_style(index) for index in range(len(groups)))
-    ]
-    # matplotlib leaves labels that start with an underscore out of the legend.
-    labels = [f"\N{ZERO WIDTH SPACE}{group.name}" for group in groups]
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), fontsize=9)
-    return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:
@@ -215,25 +191,19 @@ def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) ->
 def _draw_group(
     axes: Axes, series: Sequence[Series], line_style: tuple[str, Any], *, points: bool, crowded: bool, averaged: bool
 ) -> None:
-    """Draws the mean over the steps all seeds have, its band, and thin lines of the values as logged.
-
-    The thin lines are up to three single seeds; for other numbers of seeds their mean, if the thick line is a trailing
-    mean.
-    """
+    """Draws the mean over the steps all seeds have, and its band; thin beneath a trailing mean what was logged."""
     color, style = line_style
     raw = band(series)
     if raw is None:
         return
-    averaged = averaged and len(raw.steps) >= AVERAGED_FROM
-    seeds_shown = not crowded and 1 < len(series) <= THIN_UP_TO
-    for steps, values in series if seeds_shown else [(raw.steps, raw.mean)] if averaged else []:
-        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.55)
-    smooth = (band([trailing(item) for item in series]) if averaged else raw) or raw
+    smooth = raw
+    if averaged and len(raw.steps) >= AVERAGED_FROM:
+        axes.plot(raw.steps, raw.mean, color=color, linewidth=0.7, alpha=0.55)
+        smooth = band([trailing(item) for item in series]) or raw
     if not crowded and len(series) > 1:
         fill = thinned(smooth)
         axes.fill_between(fill.steps, fill.low, fill.high, color=color, alpha=0.15, linewidth=0)
-    dense = len(smooth.steps) >= AVERAGED_FROM and not averaged
-    width = 1.2 if crowded or dense else 2.0
+    width = 1.2 if crowded or (smooth is raw and len(raw.steps) >= AVERAGED_FROM) else 2.0
     marker = "o" if points or len(smooth.steps) < 4 else None
     axes.plot(smooth.steps, smooth.mean, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
 

@@ -1,16 +1,14 @@
-"""The episode section of a report: mismatch by turn, and multi-turn responses with tokens colored by log-ratio."""
+"""The episode section of a report: multi-turn responses with tokens colored by log-ratio."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from markupsafe import Markup, escape
 
-from trimtab.diagnosis.tokens import k3
-from trimtab.pages.page import Note, Part, Table
+from trimtab.pages.page import Note, Part
 from trimtab.runs import trajectories
 from trimtab.runs.layout import TRAJECTORIES, trajectory_files
 from trimtab.runs.reader import Run, evenly_spaced, open_table
@@ -35,17 +33,11 @@ def episode_section(run: Run) -> list[Part]:
     texts, reason = token_texts(run.path, {int(id_) for row in shown for id_ in row.trajectory.completion.response_ids})
     ratios = np.abs(np.concatenate([log_ratio(row) for row in shown]))
     full = float(np.quantile(ratios[np.isfinite(ratios)], FULL_SHADE)) if np.isfinite(ratios).any() else 0.0
-    heads = ("turn", "responses", "sampled tokens", "k3", "largest |log-ratio|")
     return [
         Note(
-            f"From the trajectory file of step {step}, {len(rows):,} responses. k3 and the largest |log-ratio| compare "
-            f"trainer and sampler, in nats.{f' Texts: {reason}.' if reason else ''}"
-        ),
-        Table(heads, turn_table(rows), numeric=range(1, 5)),
-        Note(
-            "Responses from the highest reward to the lowest. Tokens that the trainer finds more likely than the "
-            f"sampler did are shaded blue, less likely ones orange, fully from a log-ratio of {short(full)} on. In a "
-            "box: results, which are not trained on."
+            f"{len(shown)} of {len(rows):,} responses of step {step}{f' ({reason})' if reason else ''}, by reward. "
+            "Tokens that the trainer finds more likely than the sampler did are shaded blue, less likely ones orange, "
+            f"fully from a log-ratio of {short(full)} on. In a box: results, which are not trained on."
         ),
         *(_episode(row, texts, full) for row in shown),
     ]
@@ -68,35 +60,6 @@ def log_ratio(row: Row) -> np.ndarray:
     behavior = row.trajectory.completion.logp_behavior.astype(np.float64)
     trainer = row.logp_current if row.logp_current is not None else row.logp_proximal
     return np.full(len(behavior), np.nan) if trainer is None else trainer.astype(np.float64) - behavior
-
-
-def turn_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Returns a row for each turn, and one for the first token after a result: responses, tokens and mismatch."""
-    turn, after, ratio, owner = (
-        np.concatenate(parts)
-        for parts in zip(*(_token_columns(index, row) for index, row in enumerate(rows)), strict=True)
-    )
-    groups = {str(number_ + 1): turn == number_ for number_ in range(int(turn.max(initial=-1)) + 1)}
-    return [
-        [name, f"{len(np.unique(owner[where])):,}", f"{int(where.sum()):,}", *_mismatch(ratio[where])]
-        for name, where in (groups | {"first token after a result": after}).items()
-    ]
-
-
-def _token_columns(index: int, row: Row) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns turn, "follows a result", log-ratio and `index` of the sampled tokens of a response."""
-    completion = row.trajectory.completion
-    sampled = completion.sampled
-    after = sampled & ~np.concatenate([[True], sampled[:-1]])
-    return completion.turn[sampled], after[sampled], log_ratio(row)[sampled], np.full(int(sampled.sum()), index)
-
-
-def _mismatch(ratio: np.ndarray) -> tuple[str, str]:
-    """Returns k3 and the largest |log-ratio|."""
-    known = ratio[np.isfinite(ratio)]
-    if len(known) == 0:
-        return "–", "–"
-    return short(float(k3(known).mean())), short(float(np.abs(known).max()))
 
 
 def _episode(row: Row, texts: dict[int, str], full: float) -> Markup:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from trimtab.trainer.config import parse_config
 
 # Keys that may differ within a group.
 IGNORED_KEYS = ("seed", "out")
-_MAX_NAME_LENGTH = 40
 _SEED = re.compile(r"[-_. ]?seed[-_]?\d+$")
 
 
@@ -39,14 +37,6 @@ class Group:
         return [run.config.get("seed") for run in self.runs]
 
 
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """All groups in the order in which their first run was given, and notes about reading the runs."""
-
-    groups: list[Group]
-    notes: list[str] = field(default_factory=list)
-
-
 def find_runs(path: Path) -> list[Path]:
     """Returns `path` itself if it is a run directory, otherwise the runs up to two folders below it.
 
@@ -61,10 +51,11 @@ def find_runs(path: Path) -> list[Path]:
     return runs
 
 
-def group_runs(paths: Sequence[Path]) -> Groups:
-    """Returns the runs grouped by their recipe without seed and output folder; a path given twice counts once.
+def group_runs(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
+    """Returns the runs grouped by their recipe without seed and output folder, and notes about reading them.
 
-    Runs without a finished step are left out, with a note. Raises `TrimtabError` when none is left or a file is
+    Groups are in the order of their first run; a path given twice counts once. Runs without a finished step are left
+    out, with a note. Raises `TrimtabError` when none is left or a file is
     damaged.
     """
     unique = list({path.resolve(): path for path in paths}.values())
@@ -82,20 +73,7 @@ def group_runs(paths: Sequence[Path]) -> Groups:
             recipes.append(recipe)
             members.append([run])
     names = _names(recipes, members)
-    return Groups([Group(*parts) for parts in zip(names, members, recipes, strict=True)], notes)
-
-
-def named_runs(runs: Mapping[str, Sequence[Path]]) -> Groups:
-    """Returns groups for labels with the run directories of their seeds; raises `TrimtabError` without any run."""
-    notes: list[str] = []
-    groups = []
-    for name, folders in zip(_unique([plain(name) for name in runs]), runs.values(), strict=True):
-        group_members = [read_run(Path(folder)) for folder in folders]
-        if group_members:
-            groups.append(Group(name, group_members, recipe_of(group_members[0], notes)))
-    if not groups:
-        raise TrimtabError("nothing to compare: name at least one run directory")
-    return Groups(groups, notes)
+    return [Group(*parts) for parts in zip(names, members, recipes, strict=True)], notes
 
 
 def recipe_of(run: Run, notes: list[str]) -> dict[str, Any]:
@@ -141,58 +119,15 @@ def _has_step(path: Path) -> bool:
     return file.is_file() and b"\n" in file.read_bytes()
 
 
-def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[list[Run]]) -> list[str]:
-    """Returns a name for each group: its objective.
-
-    Groups that share an objective get the differing settings appended, or their folder where these are too long.
-    """
+def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]]) -> list[str]:
+    """Returns a name for each group: its objective, with the folder where several groups have that objective."""
     objectives = [format_value(recipe.get("objective.name", "run")) for recipe in recipes]
-    names = []
-    for recipe, name, runs in zip(recipes, objectives, members, strict=True):
-        rivals = [other for other, rival in zip(recipes, objectives, strict=True) if rival == name]
-        settings = name if len(rivals) == 1 else f"{name} {_settings(recipe, rivals)}"
-        folder = plain(_folder(runs))
-        # The folder name may contain that of the objective (`dapo-lr1e-5`) or not (`run3`).
-        named = folder if name in folder else f"{name} ({folder})"
-        names.append(settings if len(settings) <= _MAX_NAME_LENGTH else named)
-    return _unique([_shorten(name) for name in names])
-
-
-def _settings(recipe: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) -> str:
-    """Returns `sync_every=8 lr=1e-05`: a minimal set of keys that distinguishes the recipes of one objective."""
-    keys = [key for key in dict.fromkeys(key for rival in rivals for key in rival) if key != "description"]
-    distinguishing = [key for key in keys if any(rival.get(key) != rivals[0].get(key) for rival in rivals)]
-    for key in reversed(distinguishing):
-        # Drop a key whose value follows from the others, such as a learning rate set for each temperature.
-        rest = [other for other in distinguishing if other != key]
-        if _all_distinct(rest, rivals):
-            distinguishing = rest
-    leaves = Counter(key.rpartition(".")[2] for key in distinguishing)
-    short = {key: key.rpartition(".")[2] if leaves[key.rpartition(".")[2]] == 1 else key for key in distinguishing}
-    return " ".join(f"{short[key]}={format_value(recipe.get(key))}" for key in distinguishing)
-
-
-def _all_distinct(keys: Sequence[str], recipes: Sequence[Mapping[str, Any]]) -> bool:
-    values = [[recipe.get(key) for key in keys] for recipe in recipes]
-    return all(row not in values[:index] for index, row in enumerate(values))
-
-
-def _folder(runs: Sequence[Run]) -> str:
-    """Returns the folder name without seed: `soup` for soup/seed0 and for soup-seed0."""
-    path = runs[0].path.resolve()
-    return path.parent.name if _SEED.fullmatch(path.name) else _SEED.sub("", path.name) or path.name
-
-
-def _shorten(name: str) -> str:
-    """Returns a long name with its middle left out; folder names often differ at the end."""
-    half = (_MAX_NAME_LENGTH - 1) // 2
-    return name if len(name) <= _MAX_NAME_LENGTH else f"{name[:half]}…{name[-half:]}"
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Returns the names, with a number behind those that were there before."""
-    labels: list[str] = []
-    for name in names:
+    names: list[str] = []
+    for objective, runs in zip(objectives, members, strict=True):
+        path = runs[0].path.resolve()
+        # `soup` for soup/seed0 and for soup-seed0.
+        folder = path.parent.name if _SEED.fullmatch(path.name) else _SEED.sub("", path.name) or path.name
+        name = objective if objectives.count(objective) == 1 else f"{objective} ({plain(folder)})"
         candidates = (name if count == 1 else f"{name} #{count}" for count in itertools.count(1))
-        labels.append(next(label for label in candidates if label not in labels))
-    return labels
+        names.append(next(label for label in candidates if label not in names))
+    return names

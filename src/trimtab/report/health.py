@@ -25,8 +25,14 @@ CRITICAL = {
     "mismatch/ess_token": "the effective sample size",
     "mismatch/ratio_mean": "the mean ratio of trainer and sampler",
 }
+# Where one of them is too low, the policy is not perturbed: the method is its bypass.
+NOISE = {
+    "perturbation/dlogp": "the change of log-probs",
+    "perturbation/changed": "the share of changed entries",
+}
 # The run trains correctly, but uses less of its data than it could.
 MILD = {
+    "groups/no_signal": "the share of groups without signal",
     "length/truncated": "the share of responses cut by the length limit",
     "weight/changed": "the share of weights at their bound",
     "clip/low": "the share of tokens clipped below",
@@ -44,8 +50,6 @@ ALARMS = {"reward-collapse": "reward", "gradient-norm": "gradient norm", "gradie
 """Alarms that a verdict repeats, by the name of the check. Those of the other rules are about metrics with a range."""
 State = Literal["healthy", "at times", "outside"]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5
-MANY_CLIPPED = 0.5
-"""Share of clipped updates above which a verdict notes them."""
 RULE = (
     "Better or worse than before: held-out accuracy outside the 95% interval of its value before training. Judged over "
     "all logged steps: a metric is outside its range where more than half of the steps of one of up to four equal "
@@ -156,11 +160,10 @@ def health(run: Run) -> HealthVerdict:
         *worse,
         *idle,
         *_mismatch(run, metrics, learns=not (worse or idle or fallen)),
-        *_noise(run),
+        *_noise(metrics),
         *(fallen or trends),
         *_losses(run),
-        *([] if idle else [*_signal(run, metrics), *_unused(metrics)]),
-        *_clipped(run),
+        *([] if idle else _unused(run, metrics)),
     ]
     found.sort(key=lambda item: ("fail", "note", "ok").index(item.status))
     statuses = {item.status for item in found}
@@ -238,25 +241,8 @@ def as_data(verdict: HealthVerdict) -> dict[str, Any]:
         "note": verdict.note,
         "judged": RULE,
         "findings": [asdict(item) for item in verdict.findings],
-        "outside": {
-            key: {
-                "state": found.state,
-                "steps_outside": found.outside,
-                "steps": found.measured,
-                "median": found.median,
-                "worst_steps": [found.worst.first, found.worst.last],
-                "worst_median": found.worst.median,
-            }
-            for key, found in verdict.metrics.items()
-            if found.outside
-        },
+        "outside": {key: asdict(found) for key, found in verdict.metrics.items() if found.outside},
     }
-
-
-def clipped_share(run: Run) -> float | None:
-    """Returns the share of updates whose gradient was scaled down to optim.grad_clip, or None if not logged."""
-    _, shares = run.series("optim/grad_clipped")
-    return float(shares.mean()) if len(shares) else None
 
 
 def _end(run: Run) -> Iterator[Finding]:
@@ -341,35 +327,12 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
     yield Finding("fail", "mismatch", f"{text}: {meaning}")
 
 
-def _noise(run: Run) -> Iterator[Finding]:
-    """Yields whether the perturbation (ALP noise) has an effect at the last probe step; without one it is bypass.
-
-    It has none if the log-probs or the entries change less than the healthy ranges of `perturbation/dlogp` and
-    `perturbation/changed`. Noise on the logits has no entries; there only the log-probs are judged.
-    """
-    steps, changes = run.series("perturbation/dlogp")
-    if not len(steps):
-        return
-    row = next(row for row in run.rows if row["step"] == steps[-1])
-    share, change = row.get("perturbation/changed"), float(changes[-1])
-    entries = "" if share is None else f", {100 * share:.3g}% of the entries going into matrix products changed"
-    numbers = f"mean |Δ log p| {number(change)}{entries} at step {steps[-1]:.0f}"
-    if change >= _healthy_low("perturbation/dlogp") and (
-        share is None or share >= _healthy_low("perturbation/changed")
-    ):
-        acts = "acts" if share is None or share >= 0.5 else "acts in part, since rounding undoes the rest"
-        yield Finding("ok", "noise", f"the noise of the perturbation {acts} ({numbers})")
-    else:
-        sigma = number(row.get("perturbation/sigma_mean"))
-        detail = f"the noise of the perturbation, σ = {sigma}, is in effect a no-op ({numbers})"
+def _noise(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
+    """Yields that the perturbation (ALP noise) has no effect. Noise on the logits has no entries that it changes."""
+    found = next((metrics[key] for key in NOISE if key in metrics and metrics[key].state == "outside"), None)
+    if found is not None:
+        detail = f"the noise of the perturbation is in effect a no-op: {NOISE[found.key]} is {_value_text(found)}"
         yield Finding("fail", "noise", detail, "raise perturbation.std or see model.autocast")
-
-
-def _healthy_low(key: str) -> float:
-    row = metric(key)
-    assert row is not None
-    assert row.low is not None
-    return row.low
 
 
 def _losses(run: Run) -> Iterator[Finding]:
@@ -378,29 +341,24 @@ def _losses(run: Run) -> Iterator[Finding]:
             yield Finding("note", "lost data", f"{words}: {total:,}")
 
 
-def _signal(run: Run, metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
-    """Yields the groups without signal per step; where the reward clearly rose, they are alike because of learning."""
-    found = metrics.get("groups/no_signal")
-    if found is None or found.state != "outside":
-        return
-    rows = [row for row in run.rows if row.get("groups/sampled") and row.get("groups/no_signal") is not None]
-    rows_of_worst = [row for row in rows if found.worst.first <= row["step"] <= found.worst.last]
-    text = _over_run_and_worst(found, _typical_share(rows), _typical_share(rows_of_worst))
+def _unused(run: Run, metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
+    """Yields data that is not used. Where the reward clearly rose, groups are alike because prompts were learned."""
     _, rewards = run.series("reward/mean")
     parts = equal_parts(len(rewards))
     rose = len(parts) > 1 and clearly_above(rewards[parts[-1]], rewards[parts[0]])
-    yield Finding("ok" if rose else "note", "signal", f"groups without signal: {text}")
-
-
-def _typical_share(rows: Sequence[Mapping[str, Any]]) -> str:
-    empty, sampled = (float(np.median([row[key] for row in rows])) for key in ("groups/no_signal", "groups/sampled"))
-    return f"{empty:g} of {sampled:g}"
-
-
-def _unused(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     for key, name in MILD.items():
         if key in metrics and metrics[key].state == "outside":
-            yield Finding("note", "unused data", f"{name} is {_value_text(metrics[key])} (healthy: {band_text(key)})")
+            status = "ok" if rose and key == "groups/no_signal" else "note"
+            text = f"{name} is {_value_text(metrics[key])} (healthy: {band_text(key)})"
+            yield Finding(status, "unused data", text)
+
+
+def _value_text(found: JudgedMetric) -> str:
+    """Returns `0.12 over the run, 0.81 in steps 21 to 40`; one part if both are equal or the first is healthy."""
+    whole, worst = (beside(value, bounds(found.key)) for value in (found.median, found.worst.median))
+    if judge(found.key, found.median) != "outside":
+        return f"{worst} in steps {found.worst}"
+    return whole if whole == worst else f"{whole} over the run, {worst} in steps {found.worst}"
 
 
 def _alarms(run: Run) -> Iterator[Finding]:
@@ -412,39 +370,19 @@ def _alarms(run: Run) -> Iterator[Finding]:
             yield Finding(alarm.status, ALARMS[alarm.name], f"{alarm.detail}{when}", alarm.next_step)
 
 
-def _clipped(run: Run) -> Iterator[Finding]:
-    """Yields how many updates were clipped: no fault, since the step of AdamW hardly depends on the gradient's size."""
-    share, (_, norms) = clipped_share(run), run.series("optim/grad_norm")
-    if share is not None and share > MANY_CLIPPED:
-        bound = number(run.config.get("optim", {}).get("grad_clip"))
-        text = f"{share:.0%} of the updates were clipped (gradient norm {short(norms.min())} to {short(norms.max())}"
-        yield Finding("ok", "clipping", f"{text}, optim.grad_clip {bound})")
-
-
-def _value_text(found: JudgedMetric) -> str:
-    whole, worst = (beside(value, bounds(found.key)) for value in (found.median, found.worst.median))
-    return _over_run_and_worst(found, whole, worst)
-
-
-def _over_run_and_worst(found: JudgedMetric, whole: str, worst: str) -> str:
-    """Returns `0.12 over the run, 0.81 in steps 21 to 40`; one part if both are equal or the first is healthy."""
-    if judge(found.key, found.median) != "outside":
-        return f"{worst} in steps {found.worst}"
-    return whole if whole == worst else f"{whole} over the run, {worst} in steps {found.worst}"
-
-
 def judge_metric(run: Run, key: str) -> JudgedMetric | None:
     """Returns the metric `key` judged; None if it has no range or was not measured."""
-    steps, values = _judged_series(run, key)
+    row, (steps, values) = metric(key), _judged_series(run, key)
     states = [judge(key, value) for value in values.tolist()]
-    if not any(states):
+    if row is None or not any(states):
         return None
+    low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
     outside = np.array([state == "outside" for state in states])
     phases = [
         Phase(int(steps[at[0]]), int(steps[at[-1]]), int(outside[at].sum()), len(at), float(np.median(values[at])))
         for at in equal_parts(len(values))
     ]
-    worst = max(phases, key=lambda part: (part.share, _excess(key, part.median)))
+    worst = max(phases, key=lambda part: (part.share, max(part.median - high, low - part.median)))
     state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
     return JudgedMetric(key, state, int(outside.sum()), len(values), float(np.median(values)), worst)
 
@@ -458,13 +396,6 @@ def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
     pairs = [(step, part / whole) for step, part, whole in measured if whole]
     steps, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
-
-
-def _excess(key: str, value: float) -> float:
-    row = metric(key)
-    assert row is not None
-    low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
-    return max(value - high, low - value, 0.0)
 
 
 def equal_parts(count: int) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -27,13 +28,15 @@ from trimtab.pages.page import (
     findings_table,
 )
 from trimtab.report.episode_section import episode_section, sample_block
-from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, clipped_share, health
+from trimtab.report.groups import format_value
+from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, health
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
+from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
-from trimtab.runs.provenance import describe_start, duration
+from trimtab.runs.provenance import duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples
 from trimtab.text import beside, number, short
 
@@ -60,8 +63,7 @@ def _page(run: Run) -> Page:
     episodes = episode_section(run)
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
     starts = [
-        Card("Start" if index == 0 else "Resumed", [Table((), describe_start(part))])
-        for index, part in enumerate(run.origins)
+        Card("Start" if index == 0 else "Resumed", [Table((), _start(part))]) for index, part in enumerate(run.origins)
     ]
     description = run.config.get("description", "")
     return Page(
@@ -91,6 +93,11 @@ def _page(run: Run) -> Page:
             Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text())])]),
         ],
     )
+
+
+def _start(part: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns a start of the run in names and values, without what is not known."""
+    return [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
 
 
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
@@ -129,7 +136,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "lr": optim.get("lr"),
         "seed": config.get("seed"),
         "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
-        "started": dict(describe_start(run.origins[0])).get("started") if run.origins else None,
+        "started": run.origins[0].get("started") if run.origins else None,
     }
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
@@ -150,11 +157,12 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     if len(k3):
         note = f"median of {len(k3)} measurements; {short(k3.min())} to {short(k3.max())}"
         tiles.append(("Mismatch k3, nats per token", short(float(np.median(k3))), note))
-    if (share := clipped_share(run)) is not None:
+    _, clipped = run.series("optim/grad_clipped")
+    if len(clipped):
         _, norms = run.series("optim/grad_norm")
         bound = number(run.config.get("optim", {}).get("grad_clip"))
         note = f"gradient norm {short(norms.min())} to {short(norms.max())}, optim.grad_clip {bound}"
-        tiles.append(("Updates clipped", f"{share:.0%}", note))
+        tiles.append(("Updates clipped", f"{clipped.mean():.0%}", note))
     _, seconds = run.series("time/step")
     if len(seconds):
         note = f"median {np.median(seconds):.1f} s per step"

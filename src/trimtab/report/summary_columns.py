@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from markupsafe import Markup
 
 from trimtab.intervals import UNBOUNDED, SeedMean, best, seed_interval
 from trimtab.pages.page import Cell, Table
 from trimtab.report.groups import Group
-from trimtab.runs.reader import Accuracy, Run
+from trimtab.runs.summary import RunSummary, summarize
 from trimtab.text import short
 
 Form = Literal["share", "number", "decades", "whole"]
-Pick = Callable[[Run], float | None]
-# Held-out measurements needed to say when an accuracy was reached; the last one alone says only that it was.
-_MIN_EVALUATIONS = 3
-_TARGET_GAIN = 0.8
 SHARE_LIMITS = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a run.
+    """One number of a run. key: a field of `RunSummary`.
 
     better: the better direction; None for descriptive numbers and for wall-clock seconds, which are comparable only
     between runs that had an idle machine to themselves.
@@ -36,18 +31,9 @@ class Column:
 
     key: str
     title: str
-    pick: Pick
     better: Literal["high", "low"] | None = None
     form: Form = "share"
     limits: tuple[float, float] = (0.0, math.inf)
-
-
-@dataclass(frozen=True)
-class Target:
-    """The held-out accuracy for the columns "steps to" and "seconds to", and the reason for it; None if unavailable."""
-
-    accuracy: float | None
-    why: str
 
 
 @dataclass(frozen=True)
@@ -60,131 +46,23 @@ class Outcome:
     winner: int | None
 
 
-def accuracy_of(run: Run) -> Accuracy | None:
-    """Returns the held-out accuracy on the run's task, or None if it was not measured."""
-    return next(iter(run.accuracy().values()), None)
+def summaries_of(group: Group) -> list[RunSummary]:
+    """Returns the numbers of each run; its time is that of its steps."""
+    return [summarize(run, "done", float(run.series("time/step")[1].sum())) for run in group.runs]
 
 
-def result_columns(target: Target) -> list[Column]:
-    """Returns the columns of final results."""
-    columns = [
-        Column("accuracy/before", "held-out before", lambda run: _accuracy(run, "before"), limits=SHARE_LIMITS),
-        Column("accuracy/after", "held-out after", lambda run: _accuracy(run, "after"), "high", limits=SHARE_LIMITS),
-        Column("accuracy/best", "best held-out", _best, "high", limits=SHARE_LIMITS),
-        Column("reward/last", "reward, last tenth", _of(_last_tenth, "reward/mean"), "high", limits=UNBOUNDED),
-    ]
-    if (goal := target.accuracy) is not None:
-        columns += [
-            Column("target/steps", f"steps to {goal:g}", lambda run: _reached(run, goal), "low", form="whole"),
-            Column("target/seconds", f"seconds to {goal:g}", lambda run: _seconds_to(run, goal), form="number"),
-        ]
-    return [*columns, Column("steps", "steps", lambda run: float(run.last["step"]), form="whole")]
-
-
-def process_columns() -> list[Column]:
-    """Returns the columns of mismatch, optimization and speed during the run."""
-    return [
-        Column("mismatch/k3", "k3, median", _of(np.median, "mismatch/k3"), "low", form="decades"),
-        Column("mismatch/ess_token", "ESS, lowest", _of(np.min, "mismatch/ess_token"), "high", limits=SHARE_LIMITS),
-        Column("mismatch/ratio_q01", "ratio q01, lowest", _of(np.min, "mismatch/ratio_q01"), form="number"),
-        Column("mismatch/ratio_q99", "ratio q99, highest", _of(np.max, "mismatch/ratio_q99"), form="number"),
-        Column("optim/grad_norm", "grad norm, median", _of(np.median, "optim/grad_norm"), form="decades"),
-        Column("entropy/mean", "entropy, last tenth", _of(_last_tenth, "entropy/mean", "entropy/rollout")),
-        Column("length/mean", "length, last tenth", _of(_last_tenth, "length/mean"), form="number"),
-        Column("clip/share", "clipped, mean", _clipped, limits=SHARE_LIMITS),
-        Column("reject/tokens", "rejected, mean", _of(np.mean, "reject/tokens"), limits=SHARE_LIMITS),
-        Column("optim/skipped", "skipped updates", _of(np.sum, "optim/skipped"), "low", form="whole"),
-        Column("time/step", "seconds a step", _of(np.median, "time/step"), form="number"),
-    ]
-
-
-def outcome(column: Column, groups: Sequence[Group], *, judged: bool = True) -> Outcome | None:
-    """Returns the column over all groups, or None if no run measured it.
+def outcome(column: Column, summaries: Sequence[Sequence[RunSummary]], *, judged: bool = True) -> Outcome | None:
+    """Returns the column over the runs of all groups, or None if no run measured it.
 
     A winner is determined only if every seed of every group was measured and `judged`, for comparable groups, is set.
     """
-    values = [[column.pick(run) for run in group.runs] for group in groups]
+    values = [[getattr(summary, column.key) for summary in runs] for runs in summaries]
     intervals = [seed_interval([value for value in seeds if value is not None], column.limits) for seeds in values]
     if not any(intervals):
         return None
     complete = all(value is not None for seeds in values for value in seeds)
     judged = judged and complete and column.better is not None
     return Outcome(column, values, intervals, best(intervals, highest=column.better == "high") if judged else None)
-
-
-def choose_target(groups: Sequence[Group], requested: float | None) -> Target:
-    """Returns `requested`, or by default the initial accuracy plus 80% of the gain of the best group."""
-    accuracies = [[accuracy_of(run) for run in group.runs] for group in groups]
-    evaluations = max(
-        (len(accuracy.steps[accuracy.steps > 0]) for seeds in accuracies for accuracy in seeds if accuracy), default=0
-    )
-    if evaluations < _MIN_EVALUATIONS:
-        return Target(None, "held-out accuracy was measured too seldom to say how soon one was reached: set eval.every")
-    if requested is not None:
-        return Target(requested, "as asked for")
-    before = [accuracy.before for seeds in accuracies for accuracy in seeds if accuracy and accuracy.before is not None]
-    tops = [
-        [float(accuracy.values.max()) for accuracy in seeds if accuracy and len(accuracy.values)]
-        for seeds in accuracies
-    ]
-    start, top = (float(np.mean(before)) if before else 0.0), max(float(np.mean(top)) for top in tops if top)
-    goal = round(start + _TARGET_GAIN * (top - start), 2)
-    if goal <= start:
-        return Target(None, "no group gained accuracy, so there is none to reach")
-    return Target(
-        goal, f"{_TARGET_GAIN:.0%} of the way from the start ({start:.3f}) to the best of the best group ({top:.3f})"
-    )
-
-
-def by_seed(outcomes: Sequence[Outcome], group: int) -> list[Mapping[str, float | None]]:
-    """Returns the values of a group by column key, one mapping for each run."""
-    runs = len(outcomes[0].values[group]) if outcomes else 0
-    return [{item.column.key: item.values[group][run] for item in outcomes} for run in range(runs)]
-
-
-def _accuracy(run: Run, moment: Literal["before", "after"]) -> float | None:
-    accuracy = accuracy_of(run)
-    return None if accuracy is None else getattr(accuracy, moment)
-
-
-def _best(run: Run) -> float | None:
-    accuracy = accuracy_of(run)
-    return float(accuracy.values.max()) if accuracy and len(accuracy.values) else None
-
-
-def _reached(run: Run, goal: float) -> float | None:
-    """Returns the first step with a measured accuracy of at least `goal`, or None."""
-    accuracy = accuracy_of(run)
-    if accuracy is None or not (accuracy.values >= goal).any():
-        return None
-    return float(accuracy.steps[accuracy.values >= goal][0])
-
-
-def _seconds_to(run: Run, goal: float) -> float | None:
-    reached = _reached(run, goal)
-    steps, seconds = run.series("time/step")
-    if reached is None or not len(steps):
-        return None
-    return float(seconds[steps <= reached].sum())
-
-
-def _clipped(run: Run) -> float | None:
-    _, shares = run.clipped()
-    return float(shares.mean()) if len(shares) else None
-
-
-def _of(reduce: Callable[[np.ndarray], np.floating], *keys: str) -> Pick:
-    """Returns a function for the reduced values of the first of `keys` that a run logged."""
-
-    def pick(run: Run) -> float | None:
-        values = next((logged for key in keys if len(logged := run.series(key)[1])), None)
-        return None if values is None else float(reduce(values))
-
-    return pick
-
-
-def _last_tenth(values: np.ndarray) -> np.floating:
-    return values[-max(len(values) // 10, 1) :].mean()
 
 
 def summary_table(outcomes: Sequence[Outcome], names: Sequence[str], marks: Sequence[Markup]) -> Table:
@@ -210,7 +88,10 @@ def _cell(item: Outcome, index: int) -> Cell:
     return Cell(format_in(item.column, interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)
 
 
-def format_in(column: Column, value: float) -> str:
+def format_in(column: Column, value: float | None) -> str:
+    """Returns a value in the form of its column; a dash for what was not measured."""
+    if value is None:
+        return "–"
     if value == 0:
         return "0"
     if column.form == "decades" or abs(value) < (0.01 if column.form == "number" else 5e-4):
@@ -218,3 +99,24 @@ def format_in(column: Column, value: float) -> str:
     if column.form == "whole" or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if column.form == "number" else f"{value:.3f}"
+
+
+RESULT_COLUMNS = (
+    Column("accuracy_before", "held-out before", limits=SHARE_LIMITS),
+    Column("accuracy", "held-out after", "high", limits=SHARE_LIMITS),
+    Column("accuracy_best", "best held-out", "high", limits=SHARE_LIMITS),
+    Column("reward", "reward, last tenth", "high", limits=UNBOUNDED),
+    Column("steps", "steps", form="whole"),
+)
+PROCESS_COLUMNS = (
+    Column("k3", "k3, last", "low", form="decades"),
+    Column("k3_worst", "k3, highest", "low", form="decades"),
+    Column("ess_worst", "ESS, lowest", "high", limits=SHARE_LIMITS),
+    Column("log_ratio_seq_worst", "largest |log-ratio| of a sequence", form="number"),
+    Column("grad_norm_max", "grad norm, highest", form="decades"),
+    Column("clipped", "clipped, mean", limits=SHARE_LIMITS),
+    Column("rejected", "rejected, mean", limits=SHARE_LIMITS),
+    Column("skipped", "skipped updates", "low", form="whole"),
+    Column("seconds", "seconds in steps", form="number"),
+)
+"""Mismatch, optimization and speed during the run."""

@@ -10,9 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -146,14 +144,12 @@ class RunDirectory:
         """Returns all steps logged so far."""
         return read_metrics(self.path / METRICS)
 
-    def truncate_after(self, step: int) -> str:
+    def truncate_after(self, step: int) -> None:
         """Removes metrics and trajectory files after `step`, from which a resumed run continues (-1: all).
 
-        Later checkpoints are moved aside; they are damaged, or the run would continue from them. Of lines of one step
-        the last is kept, and all are put in order. Returns which steps are missing or were repeated; "" if none.
+        Later checkpoints are moved aside; they are damaged, or the run would continue from them.
         """
-        kept = [line for line in self.metrics() if line["step"] <= step]
-        lines = [line for _, line in sorted({line["step"]: line for line in kept}.items())]
+        lines = [line for line in self.metrics() if line["step"] <= step]
         self._close_metrics()
         atomic.write_text(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         self._open_metrics()
@@ -161,7 +157,6 @@ class RunDirectory:
             if number > step:
                 file.unlink()
         move_aside_after(self.checkpoint_root, step)
-        return _faults([line["step"] for line in kept], step, self.path / METRICS)
 
     def close(self) -> None:
         """Releases the directory. Idempotent."""
@@ -221,33 +216,17 @@ def _whole_lines(data: bytes) -> bytes:
 
 def parse_metrics(data: bytes, path: Path) -> list[dict[str, Any]]:
     """Returns the steps in the content of a metrics.jsonl; `path` is named in errors."""
-    lines = []
+    lines, last = [], -1
     for number, line in enumerate(_whole_lines(data).splitlines(), start=1):
         try:
             value = parse_json(line)
         except ValueError:
             value = None
-        if not isinstance(value, dict) or type(value.get("step")) is not int or not 0 <= value["step"] < 1 << 53:
-            raise TrimtabError(f"{path}, line {number} is not a step's metrics: delete the line")
+        if not isinstance(value, dict) or type(value.get("step")) is not int or not last < value["step"] < 1 << 53:
+            raise TrimtabError(f"{path}, line {number} is not a step's metrics, or not of a later step: delete it")
         lines.append(value)
+        last = value["step"]
     return lines
-
-
-def _faults(logged: Sequence[int], last: int, path: Path) -> str:
-    """Returns which of the steps 1 to `last` are missing, repeated or out of order; "" if none is."""
-    missing = [(one + 1, other - 1) for one, other in pairwise(sorted({0, *logged, last + 1})) if other > one + 1]
-    repeated = [(step, step) for step, count in sorted(Counter(logged).items()) if count > 1]
-    faults = [f"has no line of step {_ranges(missing)}"] if missing else []
-    faults += [f"had several lines of step {_ranges(repeated)}, of which the last is kept"] if repeated else []
-    faults += ["was not in the order of the steps"] if not repeated and list(logged) != sorted(logged) else []
-    lost = "lines were lost or changed after training wrote them, and the report will lack them"
-    return f"{path} {' and '.join(faults)}: {lost}" if faults else ""
-
-
-def _ranges(parts: Sequence[tuple[int, int]]) -> str:
-    """Returns first and last steps as `3, 5 to 8`; of more than five parts the first five."""
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in parts[:5]]
-    return ", ".join(texts if len(parts) <= 5 else [*texts, "..."])
 
 
 def _encode_line(metrics: Mapping[str, Any]) -> bytes:

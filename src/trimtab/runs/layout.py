@@ -14,7 +14,6 @@ from trimtab.runs import atomic
 CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
 CHECKPOINTS, TRAJECTORIES, REPORT = "checkpoints", "trajectories", "report.html"
 BEST, RESULT = "best.json", "result.json"  # of the checkpoints; of a run of an experiment
-TRAJECTORIES = "trajectories"
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"  # a folder; the id of a run of W&B
 TRACEBACK = "error.txt"  # of a run of an experiment
 _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")

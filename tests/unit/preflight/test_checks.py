@@ -273,13 +273,13 @@ def test_what_the_engine_refuses_has_failed(make_pair: MakePair, monkeypatch: py
     assert result.verdict == "not fit to train: sampling settings"
 
 
-def test_dropout_fails_the_null_update(make_pair: MakePair) -> None:
+def test_dropout_is_named(make_pair: MakePair) -> None:
     pair = make_pair()
     samples = {20: pair.compare(pair.prompts[:4], 20)}
     pair.trainer.model.model.layers[0].mlp.register_forward_hook(
         lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
     )
-    found = checklist.null_update(pair, samples)
+    found = checklist.training_mode(pair, samples)
     assert found.status == "fail"
     assert "dropout" in found.next_step
 

@@ -29,12 +29,6 @@ def test_a_band_covers_the_steps_all_seeds_have() -> None:
     assert band([]) is None
 
 
-def test_a_band_of_five_seeds_is_their_range_too() -> None:
-    result = band([series([1, 2], [value, 10.0]) for value in (0, 0, 0, 0, 1)])
-    assert result is not None
-    assert (result.low.tolist(), result.high.tolist()) == ([0, 10], [1, 10])
-
-
 def test_a_thinned_band_contains_all_values() -> None:
     """1201 points in threes: the spike at step 500 and the dip at step 700 stay in the area."""
     steps = np.arange(1.0, 1202.0)
@@ -71,16 +65,6 @@ def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = Fa
     return axes
 
 
-def test_up_to_three_seeds_are_seen_on_their_own_and_more_as_a_band() -> None:
-    steps = np.arange(5.0)
-    for count, lines in ((1, 1), (2, 3), (3, 4), (4, 1), (5, 1)):
-        axes = draw_axes([(steps, steps + seed) for seed in range(count)])
-        assert len(axes.lines) == lines, f"{count} seeds"
-        assert len(axes.collections) == (count > 1)
-    crowded = draw_axes([(steps, steps), (steps, steps + 1)], crowded=True)
-    assert (len(crowded.lines), len(crowded.collections)) == (1, 0)
-
-
 def values_of(line: Line2D) -> np.ndarray:
     return np.asarray(line.get_ydata(), dtype=np.float64)
 
@@ -94,8 +78,9 @@ def test_an_event_is_drawn_at_its_step_and_what_was_logged_beneath_the_average()
         assert values_of(raw).tolist() == collapse.tolist()
         assert values_of(average)[:200] == pytest.approx(0.5)
         assert raw.get_linewidth() < average.get_linewidth()
-    three = draw_axes([(steps, collapse)] * 3, averaged=True).lines
-    assert [values_of(line)[200] == 0.0 for line in three] == [True, True, True, False], "seeds are their own raw lines"
+    for crowded in (False, True):
+        axes = draw_axes([(steps, collapse)] * 2, crowded=crowded)
+        assert (len(axes.lines), len(axes.collections)) == (1, not crowded)
 
 
 def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:

@@ -1,8 +1,7 @@
-"""The episode section of a report: mismatch by turn, parts of a response, shades, and runs without episodes."""
+"""The episode section of a report: parts of a response, shades, and runs without episodes."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.pages.page import Note
 from trimtab.report import episode_section as module
-from trimtab.report.episode_section import episode_section, turn_table
+from trimtab.report.episode_section import episode_section
 from trimtab.report.run_report import write_report
 from trimtab.runs import trajectories
 from trimtab.runs.reader import read_run
@@ -39,24 +38,6 @@ def run(make_run: Callable[..., Path], tmp_path: Path) -> Path:
 def save(run: Path, rows: list[Row], step: int = 3) -> Path:
     trajectories.write(run / "trajectories" / f"step-{step:06d}.parquet", rows, step)
     return run
-
-
-def k3(*ratios: float) -> float:
-    return sum(math.exp(ratio) - 1 - ratio for ratio in ratios) / len(ratios)
-
-
-def test_mismatch_by_turn_by_hand() -> None:
-    rows = [row("ab..cd.e", [0.1, -0.2, 0.5, 0.0, 0.4]), row("xy", [0.3, 0.0])]
-    one, two, three, after = turn_table(rows)
-    assert [part[:3] for part in (one, two, three, after)] == [
-        ["1", "2", "4"],
-        ["2", "1", "2"],
-        ["3", "1", "1"],
-        ["first token after a result", "1", "2"],
-    ]
-    assert float(one[3]) == pytest.approx(k3(0.1, -0.2, 0.3, 0.0), rel=0.05)
-    assert float(after[3]) == pytest.approx(k3(0.5, 0.4), rel=0.05)
-    assert [part[4] for part in (one, two, three, after)] == ["0.3", "0.5", "0.4", "0.5"]
 
 
 def responses(run: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.report.groups import find_runs, group_runs, join_names, named_runs, plain
+from trimtab.report.groups import find_runs, group_runs, join_names, plain
 
 KEYS = ("step", "reward/mean")
 
@@ -28,64 +28,39 @@ def test_seeds_of_one_recipe_belong_together(make_run: Callable[..., Path], tmp_
     for seed in (0, 1, 10):
         for name in ("dapo", "token-tis"):
             make(make_run, tmp_path / name / f"seed{seed}", seed=seed, objective=name)
-    groups = group_runs(find_runs(tmp_path))
-    assert {group.name: [run.path.name for run in group.runs] for group in groups.groups} == {
+    groups, notes = group_runs(find_runs(tmp_path))
+    assert {group.name: [run.path.name for run in group.runs] for group in groups} == {
         "dapo": ["seed0", "seed1", "seed10"],
         "token-tis": ["seed0", "seed1", "seed10"],
     }
-    assert [group.seeds for group in groups.groups] == [[0, 1, 10]] * 2
-    assert not groups.notes
-    assert not {"seed", "out"} & {key for group in groups.groups for key in group.config}
+    assert [group.seeds for group in groups] == [[0, 1, 10]] * 2
+    assert not notes
+    assert not {"seed", "out"} & {key for group in groups for key in group.config}
 
 
-def test_settings_name_what_the_objective_does_not(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    first, second = make(make_run, tmp_path / "a"), make(make_run, tmp_path / "b", steps=3)
-    assert [group.name for group in group_runs([first, second]).groups] == ["token-tis steps=2", "token-tis steps=3"]
-
-
-def test_a_name_takes_no_more_settings_than_it_needs(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """Each weight has its own rate: the weight alone tells the three apart."""
-    paths = [
-        make(make_run, tmp_path / str(index), ("lr = 1e-05", f"lr = {index + 1}e-06"), ("[objective]", objective))
-        for index, objective in enumerate(f"[objective]\nweight_max = {bound}" for bound in ("1.5", "2.5", "4.0"))
-    ]
-    names = [group.name for group in group_runs(paths).groups]
-    assert names == ["token-tis weight_max=1.5", "token-tis weight_max=2.5", "token-tis weight_max=4"]
-
-
-def test_long_settings_give_way_to_the_folder(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    paths = [
-        make(make_run, tmp_path / folder, ('path = "smollm2-135m-instruct"', f'path = "/models/{"x" * 40}{folder}"'))
-        for folder in ("first-seed3", "token-tis-big")
-    ]
-    names = [group.name for group in group_runs(paths).groups]
-    assert names == ["token-tis (first)", "token-tis-big"]
-
-
-def test_names_are_short_unique_and_printable(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """Folders of one name in different places, and one that would turn a line around."""
-    evil = "x\u202e\n<b>" + "y" * 60
-    changes = [('path = "smollm2-135m-instruct"', f'path = "/{"m" * 50}{index}"') for index in range(3)]
-    places = (tmp_path / "1" / evil, tmp_path / "2" / evil, tmp_path / "3" / "z")
-    paths = [make(make_run, place, change) for place, change in zip(places, changes, strict=True)]
-    names = [group.name for group in group_runs(paths).groups]
-    assert len(set(names)) == 3
-    assert all(len(name) <= 43 and name.isprintable() for name in names)
+def test_groups_of_one_objective_have_the_names_of_their_folders(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """Folders of one name in different places are numbered, and none turns a line around."""
+    evil = "x\u202e\n<b>"
+    places = (tmp_path / "1" / evil, tmp_path / "2" / evil, tmp_path / "slow-seed3", tmp_path / "4" / "seed0")
+    paths = [make(make_run, place, steps=index + 1) for index, place in enumerate(places)]
+    names = [group.name for group in group_runs(paths)[0]]
+    shown = "token-tis (x\ufffd\ufffd<b>)"
+    assert names == [shown, f"{shown} #2", "token-tis (slow)", "token-tis (4)"]
     assert plain("a\u202eb\x1b[31m") == "a\ufffdb\ufffd[31m"
 
 
 def test_a_directory_named_twice_counts_once(make_run: Callable[..., Path], tmp_path: Path) -> None:
     path = make(make_run, tmp_path / "a")
-    groups = group_runs([path, tmp_path / "b" / ".." / "a", *find_runs(tmp_path)])
-    assert [len(group.runs) for group in groups.groups] == [1]
+    groups, _ = group_runs([path, tmp_path / "b" / ".." / "a", *find_runs(tmp_path)])
+    assert [len(group.runs) for group in groups] == [1]
 
 
 def test_a_run_without_a_step_is_left_out_and_named(make_run: Callable[..., Path], tmp_path: Path) -> None:
     good, begun = make(make_run, tmp_path / "good"), make(make_run, tmp_path / "begun", seed=1)
     (begun / "metrics.jsonl").write_text('{"step": 1, "rew')
-    groups = group_runs([begun, good])
-    assert [run.path for group in groups.groups for run in group.runs] == [good]
-    assert groups.notes == [f"{begun} has no finished step yet and is left out."]
+    groups, notes = group_runs([begun, good])
+    assert [run.path for group in groups for run in group.runs] == [good]
+    assert notes == [f"{begun} has no finished step yet and is left out."]
     with pytest.raises(TrimtabError, match="no finished step yet"):
         group_runs([begun])
 
@@ -101,24 +76,22 @@ def test_damage_is_an_error(make_run: Callable[..., Path], tmp_path: Path) -> No
 
 def test_a_recipe_of_another_version_is_compared_as_written(make_run: Callable[..., Path], tmp_path: Path) -> None:
     old = make(make_run, tmp_path / "old", ("[task]", "[gone]\nkey = 1\n\n[task]"))
-    groups = group_runs([old, make(make_run, tmp_path / "new")])
-    assert len(groups.groups) == 2
-    assert groups.groups[0].config["gone.key"] == 1
-    assert "another version" in groups.notes[0]
-    assert "gone" in groups.notes[0]
+    groups, notes = group_runs([old, make(make_run, tmp_path / "new")])
+    assert len(groups) == 2
+    assert groups[0].config["gone.key"] == 1
+    assert "another version" in notes[0]
+    assert "gone" in notes[0]
 
 
 def test_absent_defaults_make_no_difference(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """A key that is newer than a run has its default there."""
     old = make(make_run, tmp_path / "old", ("weight_decay = 0.0\n", ""))
-    assert len(group_runs([old, make(make_run, tmp_path / "new", seed=1)]).groups) == 1
+    assert len(group_runs([old, make(make_run, tmp_path / "new", seed=1)])[0]) == 1
 
 
 def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match="holds no run"):
         find_runs(tmp_path)
-    with pytest.raises(TrimtabError, match="nothing to compare"):
-        named_runs({"a": []})
 
 
 def test_many_names_are_counted() -> None:

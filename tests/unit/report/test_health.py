@@ -62,8 +62,8 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
     ("changed", "text"),
     [
         ({}, HEALTHY),
-        ({"groups__no_signal": 12}, f"{BUT}groups without signal: 12 of 16."),
-        ({"groups__no_signal": phases(1, 2, 3, 14)}, f"{BUT}groups without signal: 14 of 16 in steps 61 to 80."),
+        ({"groups__no_signal": 12}, f"{BUT}the share of groups without signal is 0.75 (healthy: at most 0.5)."),
+        ({"groups__no_signal": phases(1, 2, 3, 14)}, f"{BUT}the share of groups without signal is 0.88 in steps 61"),
         ({"groups__no_signal": 8}, HEALTHY),  # half of them is the end of the range
         # The quickstart's at steps 17 to 23: k3 of bfloat16 and an effective sample size of .99.
         ({"mismatch__pearson": [0.999] * 72 + [0.988, 0.985, 0.981, 0.969] * 2}, HEALTHY),
@@ -128,15 +128,17 @@ EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward
             {"groups__no_signal": [2] * 10 + [16] * 70, "reward__mean": [0.4, 0.1] * 5 + [0.0] * 70},
             f"{FAULTY}the reward fell from 0.12 (steps 1 to 20) to 0 (steps 61 to 80); nothing was learned in 70",
         ),
-        # ALP: no change of log-probs; entries that rounding undoes, whatever the log-probs say.
+        # ALP: no change of log-probs; entries that rounding undoes, whatever the log-probs say, on probe steps.
         (
-            {"perturbation__dlogp": 0.0, "perturbation__sigma_mean": 0.0},
-            f"{FAULTY}the noise of the perturbation, σ = 0, is in effect a no-op (mean |Δ log p| 0 at step 80).",
+            {"perturbation__dlogp": [*[None, 0.0] * 40]},
+            f"{FAULTY}the noise of the perturbation is in effect a no-op: the change of log-probs is 0.",
         ),
         (
-            {"perturbation__dlogp": 0.09, "perturbation__changed": 0.0008, "perturbation__sigma_mean": 1e-6},
-            f"{FAULTY}the noise of the perturbation, σ = 1.00e-6, is in effect a no-op (mean |Δ log p| 0.09, 0.08% of",
+            {"perturbation__dlogp": 0.09, "perturbation__changed": 0.0008},
+            f"{FAULTY}the noise of the perturbation is in effect a no-op: the share of changed entries is 8.0e-4.",
         ),
+        ({"perturbation__dlogp": 0.07, "perturbation__changed": 0.11}, HEALTHY),
+        ({"perturbation__dlogp": 1e-4}, HEALTHY),  # noise on the logits is judged by the log-probs alone
     ],
 )
 def test_verdict_by_hand(changed: dict[str, Any], text: str) -> None:
@@ -241,25 +243,8 @@ def test_verdict_of_a_short_run() -> None:
         # What the prompts can teach was learned: 12 of 16 groups are right as a whole.
         (
             {"groups__no_signal": phases(2, 4, 9, 12), "reward__mean": list(phases(0.2, 0.5, 0.8, 0.9) + NOISE)},
-            "To note: groups without signal: 12 of 16 in steps 61 to 80.",
+            "To note: the share of groups without signal is 0.75 in steps 61 to 80 (healthy: at most 0.5).",
         ),
-        # AdamW divides by the size of the gradient.
-        (
-            {"optim__grad_norm": list(np.linspace(1.9, 6.5, 80)), "optim__grad_clipped": 1.0},
-            "To note: 100% of the updates were clipped (gradient norm 1.9 to 6.5, optim.grad_clip 1).",
-        ),
-        ({"optim__grad_clipped": phases(1, 1, 1, 0)}, "To note: 75% of the updates were clipped"),
-        ({"optim__grad_clipped": phases(1, 1, 0, 0)}, ""),
-        (
-            {"perturbation__dlogp": 0.01, "perturbation__changed": 0.98},
-            "To note: the noise of the perturbation acts (mean |Δ log p| 0.01, 98% of the entries",
-        ),
-        (
-            {"perturbation__dlogp": 0.07, "perturbation__changed": 0.11},
-            "To note: the noise of the perturbation acts in part, since rounding undoes the rest (",
-        ),
-        # Noise on the logits is judged by the log-probs alone.
-        ({"perturbation__dlogp": 1e-4}, "To note: the noise of the perturbation acts (mean |Δ log p| 1.00e-4 at"),
     ],
 )
 def test_what_is_worth_knowing_leaves_a_run_healthy(changed: dict[str, Any], note: str) -> None:
@@ -267,11 +252,6 @@ def test_what_is_worth_knowing_leaves_a_run_healthy(changed: dict[str, Any], not
     assert (result.state, result.text) == ("healthy", f"{result.learned}. {HEALTHY}")
     assert result.note.startswith(note)
     assert bool(result.note) == bool(note)
-
-
-def test_noise_is_judged_at_the_last_probe_step() -> None:
-    probed = run(perturbation__dlogp=[0.01] * 79 + [None], perturbation__changed=[0.9] * 78 + [0.0] * 2)
-    assert "at step 79)" in health(probed).text
 
 
 def test_stale_samples_are_a_fault_only_where_nothing_corrects_for_them() -> None:
@@ -301,7 +281,7 @@ def test_a_bad_quarter_is_named_with_its_median() -> None:
     one = result.metrics["mismatch/k3"]
     assert (one.outside, one.measured, one.median, one.worst.outside) == (15, 80, 1e-3, 15)
     assert one.steps == "15 of 80 steps, mostly 61 to 80"
-    assert as_data(result)["outside"]["mismatch/k3"]["worst_steps"] == [61, 80]
+    assert as_data(result)["outside"]["mismatch/k3"]["worst"]["first"] == 61
     assert as_data(health(run()))["outside"] == {}
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison import differing_keys
 from trimtab.report.groups import Group
-from trimtab.report.summary_columns import choose_target, outcome, process_columns, result_columns
+from trimtab.report.summary_columns import PROCESS_COLUMNS, RESULT_COLUMNS, outcome, summaries_of
 from trimtab.runs.reader import Run
 
 BASE = {
@@ -35,16 +34,16 @@ def run(accuracy: dict[int, float], seed: int = 0, steps: int = 4, **metrics: An
         values = {key.replace("__", "/"): value for key, value in metrics.items()}
         row |= {key: value[step - 1] if isinstance(value, list) else value for key, value in values.items()}
         rows.append(row)
-    return Run(Path(f"seed{seed}"), {"seed": seed}, rows)
+    return Run(Path(f"seed{seed}"), {"seed": seed, "task": {"name": "sort"}}, rows)
 
 
 def group(name: str, *runs: Run, **config: Any) -> Group:
     return Group(name, list(runs), BASE | {key.replace("__", "."): value for key, value in config.items()})
 
 
-def columns(groups: list[Group], target: float | None = None, *, judged: bool = True) -> dict[str, Any]:
-    wanted = [*result_columns(choose_target(groups, target)), *process_columns()]
-    result = [outcome(column, groups, judged=judged) for column in wanted]
+def columns(groups: list[Group], *, judged: bool = True) -> dict[str, Any]:
+    summaries = [summaries_of(group) for group in groups]
+    result = [outcome(column, summaries, judged=judged) for column in (*RESULT_COLUMNS, *PROCESS_COLUMNS)]
     return {item.column.key: item for item in result if item}
 
 
@@ -54,66 +53,20 @@ SLOW = [run({0: 0.2, 1: 0.3, 2: 0.4, 3: 0.5 + seed / 100, 4: 0.7}, seed) for see
 
 def test_final_numbers_and_intervals() -> None:
     result = columns([group("fast", *FAST), group("slow", *SLOW)])
-    assert [item.mean for item in result["accuracy/before"].intervals] == pytest.approx([0.2, 0.2])
-    assert [item.mean for item in result["accuracy/after"].intervals] == pytest.approx([0.85, 0.7])
-    assert [item.mean for item in result["accuracy/best"].intervals] == pytest.approx([0.9, 0.7])
-    assert result["accuracy/after"].winner == 0
-    assert result["reward/last"].intervals[0].mean == pytest.approx(0.4), "the last tenth of four steps is the last"
-    assert result["reward/last"].winner is None, "equal"
+    assert [item.mean for item in result["accuracy_before"].intervals] == pytest.approx([0.2, 0.2])
+    assert [item.mean for item in result["accuracy"].intervals] == pytest.approx([0.85, 0.7])
+    assert [item.mean for item in result["accuracy_best"].intervals] == pytest.approx([0.9, 0.7])
+    assert result["accuracy"].winner == 0
+    assert result["reward"].intervals[0].mean == pytest.approx(0.4), "the last tenth of four steps is the last"
+    assert result["reward"].winner is None, "equal"
     assert result["steps"].intervals[0].mean == 4
-    assert "mismatch/k3" not in result, "nobody logged it"
-
-
-def test_steps_and_seconds_until_the_target() -> None:
-    """80% of the way from 0.2 to 0.9 is 0.76: the fast ones pass it at step 2, after 4 seconds; no slow one does."""
-    groups = [group("fast", *FAST), group("slow", *SLOW)]
-    target = choose_target(groups, None)
-    assert target.accuracy == 0.76
-    assert "0.200" in target.why
-    assert "0.900" in target.why
-    result = columns(groups)
-    assert result["target/steps"].values == [[2, 2, 2], [None, None, None]]
-    assert result["target/seconds"].values[0] == [4, 4, 4]
-    assert result["target/steps"].winner is None, "no winner over groups that never arrived"
-    sooner = columns(groups, target=0.52)
-    assert sooner["target/steps"].values == [[2, 2, 2], [4, 4, 3]]
-    assert sooner["target/steps"].winner == 0, "2 at most, and 3 at least"
-
-
-def test_accuracy_measured_only_at_the_ends_says_nothing_about_when() -> None:
-    groups = [group("a", run({0: 0.2, 4: 0.9})), group("b", run({0: 0.2, 4: 0.8}))]
-    target = choose_target(groups, None)
-    assert target.accuracy is None
-    assert "eval.every" in target.why
-    assert "target/steps" not in columns(groups)
-    worse = [group("a", run({0: 0.5, 1: 0.2, 2: 0.2, 4: 0.2}))]
-    assert "no group gained" in choose_target(worse, None).why
-
-
-def test_numbers_over_the_steps() -> None:
-    k3 = [0.001, 0.1, 0.003, 0.002]
-    some = run(
-        {4: 0.5},
-        mismatch__k3=k3,
-        mismatch__ess_token=[0.9, 0.2, None, 0.8],
-        clip__low=[0.1, 0, 0, 0.1],
-        clip__high=[0.2, 0, 0, 0],
-        optim__skipped=[0, 1, 1, 0],
-    )
-    result = columns([group("a", some)])
-    assert result["mismatch/k3"].intervals[0].mean == 0.0025
-    assert result["mismatch/ess_token"].intervals[0].mean == 0.2
-    assert result["clip/share"].intervals[0].mean == pytest.approx(0.1)
-    assert result["optim/skipped"].intervals[0].mean == 2
-    steps, shares = some.clipped()
-    assert steps.tolist() == [1, 2, 3, 4]
-    assert shares.tolist() == pytest.approx([0.3, 0, 0, 0.1])
-    assert len(run({}).clipped()[0]) == 0
+    assert result["seconds"].intervals[0].mean == 8
+    assert "k3" not in result, "nobody logged it"
 
 
 def test_a_seed_that_did_not_measure_is_no_part_of_the_mean_and_no_one_wins() -> None:
     groups = [group("fast", FAST[0], FAST[1], run({0: 0.2}, 2, steps=2)), group("slow", *SLOW)]
-    result = columns(groups)["accuracy/after"]
+    result = columns(groups)["accuracy"]
     assert result.values[0] == [0.85, 0.85, None]
     assert result.intervals[0].count == 2
     assert result.winner is None
@@ -122,12 +75,13 @@ def test_a_seed_that_did_not_measure_is_no_part_of_the_mean_and_no_one_wins() ->
 def test_groups_measured_differently_have_no_winner() -> None:
     groups = [group("fast", *FAST), group("slow", *SLOW, task__name="arithmetic")]
     assert not same_measure(groups)
-    assert columns(groups, judged=same_measure(groups))["accuracy/after"].winner is None
+    assert columns(groups, judged=same_measure(groups))["accuracy"].winner is None
     assert same_measure([group("fast", *FAST), group("slow", *SLOW, optim__lr=1)])
 
 
 def test_alike_groups_need_no_caution() -> None:
     assert cautions([group("fast", *FAST), group("slow", *SLOW, optim__lr=1)]) == []
+    assert cautions([group(name, run({0: 0.0, 4: 0.0})) for name in "ab"]) == [], "0 correct is a measurement"
 
 
 def caution(*groups: Group) -> str:
@@ -137,20 +91,22 @@ def caution(*groups: Group) -> str:
 
 def test_each_reason_against_a_comparison_is_named() -> None:
     fast = group("fast", *FAST)
-    assert caution(fast, group("b", *FAST, task__name="hub")).startswith("The tasks differ (fast sort; b hub)")
-    assert caution(fast, group("b", *FAST, model__path="big")).startswith("The models differ (fast laboratory; b big)")
-    assert "held-out problems differ (fast 64; b 128)" in caution(fast, group("b", *FAST, eval__problems=128))
+    assert caution(fast, group("b", *FAST, task__name="hub")).startswith(
+        "task.name (fast sort; b hub) differ: accuracies"
+    )
+    assert caution(fast, group("b", *FAST, model__path="big")).startswith("model.path (fast laboratory; b big)")
+    assert "eval.problems (fast 64; b 128)" in caution(fast, group("b", *FAST, eval__problems=128))
     # Both recipes ask for more than their test split has: what was asked counts.
     differing = [
         group(name, *(run({0: 0.2, 4: 0.5}, eval__sort__problems=n) for _ in "ab"), eval__problems=999)
         for name, n in (("a", 64), ("b", 32))
     ]
-    assert "held-out problems differ (a 64; b 32)" in " ".join(cautions(differing))
-    assert "settings of the task differ (task.digits)" in caution(fast, group("b", *FAST, task__digits=3))
-    assert "rewards differ (reward.0.name)" in caution(fast, group("b", *FAST, reward__0__name="exact"))
-    assert "samples of a prompt differ (fast 4; b 8)" in caution(fast, group("b", *FAST, trainer__samples=8))
+    assert "eval.problems (a 64; b 32)" in " ".join(cautions(differing))
+    assert "task.digits (fast –; b 3)" in caution(fast, group("b", *FAST, task__digits=3))
+    assert "reward.0.name (fast –; b exact)" in caution(fast, group("b", *FAST, reward__0__name="exact"))
+    assert "trainer.samples (fast 4; b 8) differ: a step" in caution(fast, group("b", *FAST, trainer__samples=8))
     three = [run({0: 0.2, 3: 0.5}, seed, steps=3) for seed in range(3)]
-    assert "planned numbers of steps differ (fast 4; b 3)" in caution(fast, group("b", *three, trainer__steps=3))
+    assert "trainer.steps (fast 4; b 3)" in caution(fast, group("b", *three, trainer__steps=3))
     assert caution(fast, group("b", *three)).startswith(
         "Unfinished: b seed 0 at step 3 of 4, b seed 1 at step 3 of 4, b seed 2 at step 3 of 4."
     )
@@ -163,11 +119,6 @@ def test_each_reason_against_a_comparison_is_named() -> None:
     assert worse == "Got worse: b seed 2: held-out accuracy on sort fell from 0.500 [0.381, 0.619] to 0.200."
     twice = [run({0: 0.2, 4: 0.5}, seed) for seed in (0, 0, 1)]
     assert any("b: seed 0 more than once" in line for line in cautions([fast, group("b", *twice)]))
-
-
-def test_zero_correct_is_a_measurement() -> None:
-    assert cautions([group("a", run({0: 0.0, 4: 0.0})), group("b", run({0: 0.0, 4: 0.0}))]) == []
-    assert np.isclose(columns([group("a", run({0: 0.0, 4: 0.0}))])["accuracy/after"].intervals[0].mean, 0)
 
 
 def test_only_keys_that_differ_are_listed() -> None:

@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.report.cautions import cautions
 from trimtab.report.groups import group_runs
 from trimtab.report.run_report import write_report
-from trimtab.runs.provenance import describe_start, duration, read_origins
+from trimtab.runs.provenance import duration, read_origins
 
 START: dict[str, Any] = {
     "command": "trimtab train quickstart --out 'runs/<b>'",
@@ -29,32 +29,6 @@ START: dict[str, Any] = {
 }
 
 
-def test_a_start_in_words() -> None:
-    assert dict(describe_start(START)) == {
-        "command": "trimtab train quickstart --out 'runs/<b>'",
-        "started": "2026-11-22 12:00:00 UTC",
-        "duration": "2 h 05 min",
-        "steps": "1 to 80",
-        "versions": "python 3.11.2, trimtab 0.1.0, torch 2.13.0",
-        "commit": "0123abc, with changes that are not committed",
-        "hardware": "AMD EPYC, 2 cores, 1 thread, 16.0 GiB of memory, 2 x H200",
-    }
-
-
-def test_unknown_values_are_named() -> None:
-    killed = dict(
-        describe_start(START | {"ended": None, "seconds": None, "last_step": None, "commit": None, "ranks": 4})
-    )
-    assert killed["duration"] == "not known: the run goes on, or was killed"
-    assert killed["steps"] == "from 1"
-    assert killed["commit"].startswith("not known")
-    assert killed["ranks"] == "4"
-    assert dict(describe_start(START | {"last_step": None}))["steps"] == "none was finished"
-    assert dict(describe_start(START | {"outcome": "failed", "error": "disk full"}))["outcome"] == "failed: disk full"
-    assert dict(describe_start(START | {"outcome": "finished"}))["outcome"] == "all steps done"
-    assert "no GPU" in dict(describe_start(START | {"hardware": {}}))["hardware"]
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(41.7, "42 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -64,14 +38,13 @@ def test_the_page_shows_every_start_and_escapes_it(small_run: Path) -> None:
     (small_run / "provenance.json").write_text(json.dumps([START | {"last_step": 40}, START | {"first_step": 41}]))
     page = write_report(small_run).read_text()
     assert "runs/&lt;b&gt;" in page
-    for words in ("<h3>Start", "Resumed", "1 to 40", "41 to 80", "2 x H200", "0123abc"):
+    for words in ("<h3>Start", "Resumed", "<bdi>40</bdi>", "<bdi>41</bdi>", "H200, H200", "0123abc"):
         assert words in page
 
 
 def test_a_run_without_provenance_says_so_and_a_damaged_one_is_one_line(small_run: Path) -> None:
     assert "This run has no provenance.json" in write_report(small_run).read_text()
-    types = ('{"seconds": "3"}', '{"versions": []}', '{"hardware": {"memory": "much"}}', '{"commit": 1}')
-    for text in ("[{", "{}", "[1]", *(f"[{part}]" for part in types)):
+    for text in ("[{", "{}", "[1]", '[{"versions": []}]'):
         (small_run / "provenance.json").write_text(text)
         with pytest.raises(TrimtabError, match="delete it") as error:
             read_origins(small_run)
@@ -85,5 +58,5 @@ def test_a_comparison_warns_of_different_machines(make_run: Callable[..., Path],
     for starts, warned in (((START, START), False), ((START, other), True)):
         for run, start in zip(runs, starts, strict=True):
             (run / "provenance.json").write_text(json.dumps([start]))
-        result = cautions(group_runs(runs).groups)
+        result = cautions(group_runs(runs)[0])
         assert any("different versions, commits or hardware" in line for line in result) == warned

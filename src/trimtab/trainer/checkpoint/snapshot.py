@@ -122,8 +122,7 @@ def resume(trainer: TrainerState) -> None:
         run.truncate_after(-1)
         trainer.observer.message(f"no checkpoint in {run.path} yet: starting from the beginning")
         return
-    if faults := run.truncate_after(checkpoint.step):
-        trainer.observer.message(faults)
+    run.truncate_after(checkpoint.step)
     _restore(trainer, checkpoint)
     _mark_best(trainer, checkpoint.meta["measured"])  # in case the run was killed between saving and marking
     trainer.observer.message(f"resumed from {checkpoint.folder}")
