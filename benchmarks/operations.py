@@ -33,9 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models import packed_attention
+from trimtab.trainer.models.fused_norm import use_fused_norms
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.models.lora import add_lora
-from trimtab.trainer.models.matmul import use_fast_linear
+from trimtab.trainer.models.matmul import reused_casts, use_fast_linear
 from trimtab.trainer.models.perturbation import Perturbation
 from trimtab.trainer.optim import build_optimizer, check_weights, clip_gradient
 from trimtab.trainer.ranks import current_ranks
@@ -98,10 +99,12 @@ def build(row: str, layers: int) -> nn.Module:
     config = AutoConfig.for_model(family, vocab_size=512, num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=packed_attention.PACKED_IMPLEMENTATION)
-    use_fast_linear(model.base_model)
     if row == "lora":
         model = add_lora(model, **load_config("quickstart", ["model.lora.rank=8"]).model.lora.model_dump())
-    return model.train().to(pretended_device.DEVICE)
+    use_fast_linear(model.base_model)
+    model = model.train().to(pretended_device.DEVICE)
+    use_fused_norms(model)
+    return model
 
 
 def batch() -> TokenBatch:
@@ -116,12 +119,13 @@ def count(row: str, layers: int) -> dict[str, Counter[str]]:
     noise = Perturbation(model, std=0.01) if row == "noise" else None
     optimizer = build_optimizer(model.parameters(), load_config("quickstart").optim)
     counts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
-    for micro in range(2):
-        measure = counted if micro else lambda _: nullcontext()
-        with measure(counts["forward"]), noise.attached(seed=micro) if noise else nullcontext(), autocast():
-            logp = score(model, tokens).logp
-        with measure(counts["backward"]):
-            logp.sum().backward()
+    with reused_casts():
+        for micro in range(2):
+            measure = counted if micro else lambda _: nullcontext()
+            with measure(counts["forward"]), noise.attached(seed=micro) if noise else nullcontext(), autocast():
+                logp = score(model, tokens).logp
+            with measure(counts["backward"]):
+                logp.sum().backward()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for step in range(2):
         with counted(counts["optimizer"]) if step else nullcontext():
