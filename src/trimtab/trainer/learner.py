@@ -38,7 +38,11 @@ from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gat
 
 @dataclass
 class Learner:
-    """The trained model with its objective and optimizer. `updates` counts completed optimizer updates."""
+    """The trained model with its objective and optimizer.
+
+    `updates` counts completed optimizer updates. `micro_batch_tokens` is the token budget of a micro-batch, None until
+    the first batch, whose lengths "auto" reads.
+    """
 
     config: Config
     model: nn.Module
@@ -49,6 +53,7 @@ class Learner:
     features: Sequence[Feature] = ()
     updates: int = 0
     bad_in_a_row: int = 0
+    micro_batch_tokens: int | None = None
     ranks: RankGroup = field(default_factory=current_ranks)
 
     @property

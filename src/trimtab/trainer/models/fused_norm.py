@@ -28,7 +28,7 @@ _BEFORE_PRODUCTS = ("input_layernorm", "post_attention_layernorm")
 
 
 class FusedRMSNorm(nn.Module):
-    """transformers' RMSNorm, computed in float32 by one operation. Under autocast the result has its dtype if `narrow`."""
+    """transformers' RMSNorm by one operation, in float32. If `narrow`, the result has autocast's dtype."""
 
     weight: nn.Parameter
     variance_epsilon: float

@@ -250,9 +250,9 @@ def packed_attention_forward(
     with torch.autocast(device, enabled=False):  # it would round the float32 scores
         fused = layout.fused
         # In float64 the kernel's gradients are exact to 1e-8 only.
-        if fused is not None and softcap is None and sliding_window is None and dtype != torch.float64:
-            if fused.on_cpu or on_accelerator(query.device):
-                return fused.attend(query, key, value, options.scaling, dtype), None
+        is_plain = softcap is None and sliding_window is None and dtype != torch.float64
+        if is_plain and fused is not None and (fused.on_cpu or on_accelerator(query.device)):
+            return fused.attend(query, key, value, options.scaling, dtype), None
         return PackedAttention.apply(query, key, value, layout, options), None
 
 
