@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from trimtab.runs import atomic
 from trimtab.trainer.config import LABORATORY_MODELS, Config
 from trimtab.trainer.models import invariant
+from trimtab.trainer.models.architecture import decoder_stack
 from trimtab.trainer.models.fused_norm import use_fused_norms
 from trimtab.trainer.models.load import LoadedModel, default_device, load
 from trimtab.trainer.models.lora import add_lora
@@ -64,6 +65,9 @@ def prepare_model(model: nn.Module, config: Config) -> nn.Module:
         use_fast_linear(model.base_model)  # pyright: ignore[reportArgumentType]
     if on_accelerator(device) and config.numerics != "invariant":
         use_fused_norms(model)
+    if config.model.compile:
+        for layer in decoder_stack(model).layers:
+            layer.compile(dynamic=True)
     if ranks.size > 1:
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,7 +174,7 @@ class Learner:
             for index, batch in enumerate(batches):
                 has_proximal = batch[0].proximal is not None
                 measure = epoch == 0 and (index == 0 or has_proximal)
-                with repeatable(self.device):
+                with repeatable(self.device) if self.config.trainer.deterministic else nullcontext():
                     self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
         stats.to_cpu()

@@ -144,7 +144,7 @@ def reused_casts() -> Iterator[None]:
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `weight.to(dtype)` with its gradient, the same tensor for every call inside `reused_casts`."""
-    casts = _casts.get()
+    casts = None if torch.compiler.is_compiling() else _casts.get()  # a compiler has no context variables
     if casts is None or weight.dtype == dtype:
         return weight.to(dtype)
     if id(weight) not in casts:

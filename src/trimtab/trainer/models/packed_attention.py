@@ -224,6 +224,7 @@ class AttentionOptions(NamedTuple):
     dtype: torch.dtype  # of the products with values, and of what is kept
 
 
+@torch.compiler.disable  # its blocks depend on the batch
 def packed_attention_forward(
     module: nn.Module,
     query: Tensor,
