@@ -5,7 +5,7 @@
 
 Parts, in this order; each is skipped where it is finished or too little time is left, and a later call does it:
 
-    install    missing packages (`pip install`), and a model of 1.5B parameters with random weights
+    setup      missing packages (`pip install`), and a model of 1.5B parameters with random weights
     tests      the tests that a device changes: bits, waits, CUDA graphs
     step-64    a training step of 8 prompts x 8 responses of 64 tokens by phase, its products alone, peak memory; TRL's
     step-512   the same for 512 tokens
@@ -49,6 +49,7 @@ class Session:
 
     def __init__(self, out: Path, minutes: float, small: bool) -> None:
         self.out, self.small = out, small
+        self.chosen: list[str] | None = None
         self.end = time.monotonic() + 60 * minutes
         out.mkdir(parents=True, exist_ok=True)
         self.file = out / "results.json"
@@ -60,6 +61,8 @@ class Session:
         left = self.end - time.monotonic()
         if name in self.results:
             print(f"{name}: finished before")
+        elif self.chosen and name not in self.chosen:
+            return
         elif left < expected:
             print(f"{name}: skipped, {left:.0f} s are left; call again")
         else:
@@ -94,7 +97,7 @@ class Session:
         return done.stdout
 
 
-def install(session: Session) -> dict[str, str]:
+def setup(session: Session) -> dict[str, str]:
     missing = [package for name, package in PACKAGES.items() if importlib.util.find_spec(name) is None]
     if missing and not session.small:
         session.run("-m", "pip", "install", "--quiet", *missing)
@@ -183,7 +186,7 @@ def tokens_of(session: Session, tokens: int) -> int:
 
 
 def tables(results: dict[str, Any]) -> str:
-    facts = results.get("install", {})
+    facts = results.get("setup", {})
     lines = [f"{facts.get('device')}, torch {facts.get('torch')}. Tests: {results.get('tests', 'not run')}.", ""]
     header = ["tokens", "side", *(f"{phase}, s" for phase in PHASES), "update / products", "GiB"]
     lines += [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
@@ -216,14 +219,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model and of the results")
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--parts", nargs="+", help="only these; default: all")
     parser.add_argument("--write-model", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     session = Session(given.out.resolve(), given.minutes, given.small)
+    session.chosen = given.parts
     if given.write_model:
         write_model(session.model, given.small)
         return
     scale = 0.2 if given.small else 1.0
-    session.part("install", 0, lambda: install(session))
+    session.part("setup", 0, lambda: setup(session))
     session.part("step-512", 120 * scale, lambda: step(session, tokens_of(session, 512)))
     session.part("tests", 90 * scale, lambda: tests(session))
     session.part("step-64", 60 * scale, lambda: step(session, tokens_of(session, 64)))

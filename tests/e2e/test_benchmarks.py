@@ -66,7 +66,7 @@ ROWS = {
         r"[78] runs took 0\.\d+ processor hours; 0 are missing",
     ),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
-    "gpu": Row("--small --out $OUT", r"\| 512 \| trimtab \| \d+\.\d\d"),
+    "gpu": Row("--small --out $OUT --parts setup step-64", r"\| 64 \| trimtab \| \d+\.\d\d"),
     "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths", "claims")),
     "intervals": Row("--trials 5 --quick", "passes, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),

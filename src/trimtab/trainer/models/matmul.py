@@ -178,7 +178,8 @@ def fast_linear(
     few = dtype == torch.bfloat16 and states.numel() < _CONVERTED_ROWS * states.shape[-1]
     if cast:
         weight, bias = cast_weight(weight, dtype), None if bias is None else cast_weight(bias, dtype)
-    if device != "cpu" or few or dtype not in _FAST_DTYPES or weight.dtype != dtype:
+    others = few or dtype not in _FAST_DTYPES or weight.dtype != dtype
+    if device != "cpu" or others or torch.compiler.is_compiling():
         return F.linear(states, weight, bias)
     result = linear_by(product, states.to(dtype), weight, MULTIPLE)
     return result if bias is None else result + bias.to(dtype)
