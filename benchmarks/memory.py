@@ -1,4 +1,4 @@
-"""Peak memory of a training rank, measured beside computed (`memory_estimate.py`).
+"""Peak memory of a training rank, measured beside computed (`trimtab.trainer.memory`).
 
     .venv/bin/python benchmarks/memory.py                     # the table of docs/scale.md, about five minutes
     .venv/bin/python benchmarks/memory.py --models laboratory
@@ -126,7 +126,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def computed(case: Case, config: Any) -> dict[str, float]:
-    from memory_estimate import Rank, Shape, rank_memory
+    from trimtab.trainer.memory import Rank, Shape, rank_memory
 
     rank = Rank(
         ranks=1,
@@ -150,7 +150,7 @@ def large() -> None:
     """GB on each rank for one response of so many tokens after a prompt of 512, with checkpointing."""
     from transformers import AutoConfig
 
-    from memory_estimate import Rank, Shape, rank_memory
+    from trimtab.trainer.memory import Rank, Shape, rank_memory
 
     header = None
     for model, ranks, layers, hidden, heads, kv, inner in LARGE:

@@ -113,6 +113,38 @@ def trl_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     trainer.train()
 
 
+class StepProfiler:
+    """Writes what the third step spends its time on: `variant["profile"]`, and a trace, `variant["trace"]`."""
+
+    def __init__(self, variant: dict[str, Any]) -> None:
+        self._files, self._steps, self._profile = (variant["profile"], variant["trace"]), 0, None
+
+    def begin(self) -> None:
+        from torch.profiler import profile
+
+        self._steps += 1
+        if self._steps == 3:
+            self._profile, self._start = profile(), time.perf_counter()
+            self._profile.__enter__()
+
+    def end(self) -> None:
+        import torch
+
+        if self._profile is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        wall = time.perf_counter() - self._start
+        self._profile.__exit__(None, None, None)
+        key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        rows = sorted(self._profile.key_averages(), key=lambda row: -getattr(row, key))
+        top = [{"name": row.key[:80], "calls": row.count, "ms": getattr(row, key) / 1e3} for row in rows[:20]]
+        busy = sum(getattr(row, key) for row in rows) / 1e6
+        Path(self._files[0]).write_text(json.dumps({"wall": wall, "busy": busy, "top": top}))
+        self._profile.export_chrome_trace(self._files[1])
+        self._profile = None
+
+
 def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     import torch
 
@@ -128,14 +160,18 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     from trimtab.trainer.tasks.templates import Chat
     from trimtab.types import Problem, RewardSpec
 
-    commands = Commands()
+    commands, profiler = Commands(), StepProfiler(variant) if "profile" in variant else None
 
     class Stepwise(NullObserver):
         def phase(self, name: str, *_: Any) -> None:
             if name == "collect":
                 commands.wait()
+                if profiler:
+                    profiler.begin()
 
         def step(self, metrics: Any) -> None:
+            if profiler:
+                profiler.end()
             seen = {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
             commands.done(length=metrics["length/mean"], **seen)
 

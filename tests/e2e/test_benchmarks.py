@@ -66,16 +66,13 @@ ROWS = {
         r"[78] runs took 0\.\d+ processor hours; 0 are missing",
     ),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
-    "memory_estimate": Row(library=("memory",)),
+    "gpu": Row("--small --out $OUT --parts setup step-64", r"\| 64 \| trimtab \| \d+\.\d\d"),
     "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths", "claims")),
     "intervals": Row("--trials 5 --quick", "passes, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),
     "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),
     "invariant_rows": Row("--threads 1 --checks columns sums", "lines that invariant numerics rely on hold here"),
     "laboratory_step": Row("--steps 4 --rounds 1", "whole run, processor"),
-    "large_model": Row(
-        "--out $OUT --layers 1 --tokens 2 --micro-batch-tokens 2048 --steps 1", r"\| 2 \| 2048 \| \d+\.\d\d \["
-    ),
     "logprobs": Row("--model $TINY --tokens 64 --repeats 1", r"step, bf16 autocast.*x\)"),
     "memory": Row("--models laboratory --count 1", "computed / measured"),
     "methods": Row(
@@ -93,6 +90,7 @@ ROWS = {
     "monitor_trl": Row("--model $TINY --steps 1 --tokens 4", r"a step .* s: \d", made_by="bench-install"),
     "noise_per_response": Row("--model $TINY --rounds 2 --lengths 4x4", r"4 x 4 \| \d"),
     "oapl_lag": Row("--out $OUT --lags 1 --seeds 0 --workers 1 --updates 1 --samples 4", r"1 \| token-tis \| \d"),
+    "operations": Row("--rows dense", r"dense \| forward \| 7 \| 1 \|"),
     "objective_step": Row("--rounds 2 --rows 8", r"`token-tis` \| \d"),
     "overlap": Row("--rounds 1 --steps 12 --prompts 2 --samples 2", "share of the ideal"),
     "perturbation": Row("--model $TINY --rounds 1 --response 4", "processor +clean .* ratio"),

@@ -88,6 +88,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain["device"] = torch.device("cpu")
     if func is aten.histc.default and not plain_args[0].is_floating_point():  # a GPU counts whole numbers too
         result = func(plain_args[0].float(), *plain_args[1:], **plain).to(plain_args[0].dtype)
+    elif func is aten._fused_rms_norm_backward.default:
+        result = _norm_backward(*plain_args)
     else:
         result = func(*plain_args, **plain)
     if to_cpu:
@@ -156,6 +158,40 @@ def _in_bfloat16(operation: Any) -> Any:
     return run
 
 
+class _Attention(torch.autograd.Function):
+    """PyTorch's fused attention as one operation, as on a GPU; other devices compute it by a dozen."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, scale: float | None) -> Any:
+        ctx.group = query.shape[1] // key.shape[1]
+        inputs = (query, *(PretendedTensor(x.inner.repeat_interleave(ctx.group, 1)) for x in (key, value)))
+        ctx.options = {"scale": scale}
+        attend = aten._scaled_dot_product_flash_attention_for_cpu.default
+        results = _dispatch(attend, (*inputs, 0.0, causal), ctx.options)
+        ctx.save_for_backward(*inputs, *results)
+        ctx.causal = causal
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        attend = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        results = _dispatch(attend, (grads[0], *ctx.saved_tensors, 0.0, ctx.causal), ctx.options)
+        keys, values = (PretendedTensor(x.inner.unflatten(1, (-1, ctx.group)).sum(2)) for x in results[1:])
+        return results[0], keys, values, None, None
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    _mask, _dropout, causal = args
+    return _Attention.apply(query, key, value, causal, options.get("scale"))
+
+
+def _norm_backward(grad: Any, states: Any, _shape: Any, scale: Any, weight: Any, _mask: Any) -> Any:
+    """The gradients of `_fused_rms_norm`, which a CPU composes of other operations."""
+    normed, scaled = states * scale, grad * weight
+    to_states = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return to_states, (grad * normed).flatten(0, -2).sum(0)
+
+
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
 DEVICE = torch.device(NAME, 0)
 _ALL, _ATEN = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
@@ -165,4 +201,7 @@ _ALL.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 _ATEN.impl("copy_", lambda *args, **kwargs: _dispatch(aten.copy_.default, args, kwargs), "PrivateUse1")
 for _name in ROUNDED:
     _ATEN.impl(_name, _in_bfloat16(getattr(aten, _name)), "AutocastPrivateUse1")
+# What a GPU computes by one operation, and a CPU by several.
+_ATEN.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+_ATEN.impl("_fused_rms_norm", lambda *args: _dispatch(aten._fused_rms_norm.default, args, {}), "PrivateUse1")
 torch.Generator = _Generator  # type: ignore[misc]

@@ -18,6 +18,7 @@ from trimtab.objectives import advantages
 from trimtab.objectives.advantages import distillation_advantages, optimal_token_advantages
 from trimtab.runs.trajectories import Row
 from trimtab.trainer.learner import Learner
+from trimtab.trainer.memory import micro_batch_tokens
 from trimtab.trainer.packing import (
     MicroBatch,
     MiniBatch,
@@ -124,7 +125,16 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
     groups: dict[int, list[int]] = {}
     for index, trajectory in enumerate(rows):
         groups.setdefault(trajectory.group, []).append(index)
-    trainer, perturbation = learner.config.trainer, learner.config.perturbation
+    config, trainer, perturbation = learner.config, learner.config.trainer, learner.config.perturbation
+    if learner.micro_batch_tokens is None and rows:
+        learner.micro_batch_tokens = micro_batch_tokens(
+            config,
+            learner.model,
+            learner.device,
+            prompt=max(len(trajectory.prompt.ids) for trajectory in rows),
+            response=max(config.sampling.max_tokens or 1, *(len(trajectory) for trajectory in rows)),
+            ranks=learner.ranks.size,
+        )
     share_prompts = perturbation is None or not perturbation.per_response
 
     def pack(chosen: Sequence[int]) -> MicroBatch:
@@ -146,7 +156,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
         return part if share_prompts else [[row] for group in part for row in group]
 
     return [
-        [pack(chosen) for chosen in micro_batches(rows, units(part), trainer.micro_batch_tokens)]
+        [pack(chosen) for chosen in micro_batches(rows, units(part), learner.micro_batch_tokens or 1)]
         for part in split_minibatches(list(groups.values()), trainer.minibatches)
     ]
 

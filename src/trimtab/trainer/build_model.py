@@ -17,8 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from trimtab.runs import atomic
 from trimtab.trainer.config import LABORATORY_MODELS, Config
 from trimtab.trainer.models import invariant
+from trimtab.trainer.models.architecture import decoder_stack
+from trimtab.trainer.models.fused_norm import use_fused_norms
 from trimtab.trainer.models.load import LoadedModel, default_device, load
 from trimtab.trainer.models.lora import add_lora
+from trimtab.trainer.models.matmul import on_accelerator, use_fast_linear
 from trimtab.trainer.models.sharding import apply_fsdp
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.seeds import derive
@@ -51,14 +54,20 @@ def prepare_model(model: nn.Module, config: Config) -> nn.Module:
     dropout was switched off on loading. With several ranks weights become the leader's, as `[sharding]` says.
     """
     ranks, lora = current_ranks(), config.model.lora
+    device = ranks.device or default_device()
     model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
     if lora.rank:
-        device = ranks.device or default_device()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # peft draws from the global generator
             torch.manual_seed(derive(config.seed, "adapters"))
             model = add_lora(model, **lora.model_dump())
+        use_fast_linear(model.base_model)  # pyright: ignore[reportArgumentType]
+    if on_accelerator(device) and config.numerics != "invariant":
+        use_fused_norms(model)
+    if config.model.compile:
+        for layer in decoder_stack(model).layers:
+            layer.compile(dynamic=True)
     if ranks.size > 1:
         from torch.distributed.device_mesh import init_device_mesh
 

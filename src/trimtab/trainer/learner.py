@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from trimtab.objectives import Objective, PolicyLogps
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score
+from trimtab.trainer.models.matmul import reused_casts
 from trimtab.trainer.optim import (
     NonFiniteUpdateError,
     check_weights,
@@ -37,7 +38,11 @@ from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gat
 
 @dataclass
 class Learner:
-    """The trained model with its objective and optimizer. `updates` counts completed optimizer updates."""
+    """The trained model with its objective and optimizer.
+
+    `updates` counts completed optimizer updates. `micro_batch_tokens` is the token budget of a micro-batch, None until
+    the first batch, whose lengths "auto" reads.
+    """
 
     config: Config
     model: nn.Module
@@ -48,6 +53,7 @@ class Learner:
     features: Sequence[Feature] = ()
     updates: int = 0
     bad_in_a_row: int = 0
+    micro_batch_tokens: int | None = None
     ranks: RankGroup = field(default_factory=current_ranks)
 
     @property
@@ -168,7 +174,7 @@ class Learner:
             for index, batch in enumerate(batches):
                 has_proximal = batch[0].proximal is not None
                 measure = epoch == 0 and (index == 0 or has_proximal)
-                with repeatable(self.device):
+                with repeatable(self.device) if self.config.trainer.deterministic else nullcontext():
                     self._one_update(batch, stats, version, first=epoch == 0, measure=measure)
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
         stats.to_cpu()
@@ -196,24 +202,25 @@ class Learner:
         perturbs = any(feature.perturbs_policy for feature in self.features)
         state = self._prepare(assigned)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # read once an update
-        for index, micro in assigned:
-            clean = self.logp(micro) if probe else None
-            scores, _ = self._score(self.model, ForwardPass(micro, "train", index, self.updates, first, measure))
-            out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
-            (out.loss if micro.rows else scores.logp.sum()).backward()
-            if micro.rows:
-                loss_sum += out.loss.detach()
-            stats.objective = add_metrics(stats.objective, out.metrics, micro)
-            current = clean if perturbs else scores.logp.detach()
-            logps = current if micro.proximal is None else micro.proximal
-            if logps is not None:
-                # Without a proximal pass the log-probs of a later mini-batch follow the updates on earlier ones.
-                scored_by = self.updates if micro.proximal is None else version
-                perturbed = None if clean is None else scores.logp.detach()
-                stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
-            if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
-                stats.add_drifts(micro, scores.logp.detach())
-            stats.tokens += sum(micro.tokens.places.lengths) if micro.rows else 0
+        with reused_casts():  # until the step changes the weights
+            for index, micro in assigned:
+                clean = self.logp(micro) if probe else None
+                scores, _ = self._score(self.model, ForwardPass(micro, "train", index, self.updates, first, measure))
+                out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
+                (out.loss if micro.rows else scores.logp.sum()).backward()
+                if micro.rows:
+                    loss_sum += out.loss.detach()
+                stats.objective = add_metrics(stats.objective, out.metrics, micro)
+                current = clean if perturbs else scores.logp.detach()
+                logps = current if micro.proximal is None else micro.proximal
+                if logps is not None:
+                    # Without a proximal pass the log-probs of a later mini-batch follow the updates on earlier ones.
+                    scored_by = self.updates if micro.proximal is None else version
+                    perturbed = None if clean is None else scores.logp.detach()
+                    stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
+                if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
+                    stats.add_drifts(micro, scores.logp.detach())
+                stats.tokens += sum(micro.tokens.places.lengths) if micro.rows else 0
         self._guarded_step(loss_sum, stats)
 
     def _guarded_step(self, loss_sum: torch.Tensor, stats: StepStatistics) -> None:

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from trimtab.errors import DivergedError, Stopped
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
@@ -40,7 +42,7 @@ from trimtab.trainer.models.lora import named_weights
 from trimtab.trainer.observer import Moment, Observer
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.sinks import Sink
@@ -102,10 +104,8 @@ class Trainer:
         start, version, steps = time.perf_counter(), self.learner.updates, self.config.trainer.steps
         self.observer.phase("collect", self.step, steps)
         groups, rollout = self.source.take(version, steps - self.step)
-        # 2. prepare
-        batch = prepare_batch(groups, self.learner, self.collector.stream.pad_id)
-        # 3. update
-        stats = self._update(batch)
+        # 2. prepare, 3. update
+        batch, stats = self._prepare_and_update(groups)
         # 4. publish
         self._publish()
         self.step += 1
@@ -125,6 +125,27 @@ class Trainer:
             self.observer.message(message)
         self._stop_if_idle(batch)
         return metrics
+
+    def _prepare_and_update(self, groups: Sequence[Group]) -> tuple[Batch, StepStatistics]:
+        """Trains on the groups; where the device's memory is full, again with micro-batches of half the tokens."""
+        version = self.learner.updates
+        while True:
+            try:
+                batch = prepare_batch(groups, self.learner, self.collector.stream.pad_id)
+                return batch, self._update(batch)
+            except torch.OutOfMemoryError:
+                tokens = self.learner.micro_batch_tokens
+                # Not after an update of this batch, nor where other ranks wait in the middle of theirs.
+                if self.learner.updates != version or self.learner.ranks.size > 1 or tokens is None or tokens < 2:
+                    raise
+            # Outside of `except`, where the traceback would keep the tensors of the failed update.
+            self.learner.micro_batch_tokens = tokens // 2
+            self.learner.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            self.observer.message(
+                f"step {self.step + 1}: the device's memory was full; the update is repeated with "
+                f"trainer.micro_batch_tokens = {tokens // 2}, half of before"
+            )
 
     def _update(self, batch: Batch) -> StepStatistics:
         start = time.perf_counter()

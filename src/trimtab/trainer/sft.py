@@ -17,6 +17,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, OptimConfig, load_config
+from trimtab.trainer.memory import micro_batch_tokens
 from trimtab.trainer.models.bundled import cache_root
 from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load
 from trimtab.trainer.models.logprobs import score
@@ -132,5 +133,7 @@ def _gold_batch(config: Config, loaded: LoadedModel, stream: PromptStream) -> It
         mask = np.ones(len(completion.response_ids), dtype=np.bool_)
         rows.append(Trajectory(prompt, group, completion, sampling, mask, reward=1.0, rewards={}, off_policy=True))
     device = next(loaded.model.parameters()).device
-    for chosen in micro_batches(rows, [[index] for index in range(len(rows))], config.trainer.micro_batch_tokens):
+    prompt, response = (max(map(len, ids)) for ids in ([row.prompt.ids for row in rows], rows))
+    tokens = micro_batch_tokens(config, loaded.model, device, prompt=prompt, response=response)
+    for chosen in micro_batches(rows, [[index] for index in range(len(rows))], tokens):
         yield to_tensors(rows, chosen, stream.pad_id, device)

@@ -8,18 +8,17 @@ from typing import Any
 
 import datasets
 import pytest
-from tests.support.benchmark_module import load
 from transformers import AutoConfig
 
 from trimtab.objectives import Band, Objective, Veto, Weight
 from trimtab.objectives.lookup import from_section
+from trimtab.trainer import memory as estimate
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, load_config, recipe_names
 from trimtab.trainer.held_out import eval_metrics
 from trimtab.trainer.requirements import check_recipe
 from trimtab.trainer.rewards import weighted
 
-estimate: Any = load("memory_estimate")
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
 ROOM = 0.92 * 80e9  # what tensors may fill of a GPU; the rest is CUDA and gaps
 # Model -> kind, layers, hidden, heads, key-value heads, inner, vocabulary, tied: its config.json on huggingface.co.

@@ -103,6 +103,7 @@ def capture(
         "measured": dict(evaluated),
         "updates": learner.updates,
         "bad_in_a_row": learner.bad_in_a_row,
+        "micro_batch_tokens": learner.micro_batch_tokens,
         "idle": trainer.idle.steps,
         "source": source_data,
         "optimizer": groups,
@@ -139,6 +140,7 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
+    learner.micro_batch_tokens = meta["micro_batch_tokens"]
     trainer.idle.steps = meta["idle"]
     for feature in learner.features:
         feature.load_tensors(checkpoint.tensors)

@@ -29,9 +29,23 @@ def refuse(contradictions: Iterable[str]) -> None:
 def contradictions(config: Config) -> Iterator[str]:
     """Yields what is wrong with a recipe and what to do, a line for each contradiction."""
     yield from _batches(config)
+    yield from _compiled(config)
     yield from _special_batches(config)
     yield from _engines(config)
     yield from _tokens(config)
+
+
+def _compiled(config: Config) -> Iterator[str]:
+    """Yields what changes layers from inside, which a compiled layer does not see."""
+    changes = {
+        "[perturbation]": config.perturbation is not None and config.perturbation.layers != "logits",
+        "routing.replay": config.routing.replay != "none",
+        'numerics = "invariant"': config.numerics == "invariant",
+    }
+    if config.model.compile:
+        for name, is_set in changes.items():
+            if is_set:
+                yield f"model.compile and {name}, which works inside of the layers, cannot be combined: leave one out"
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -73,6 +73,10 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="compute activations again in the backward pass instead of keeping them"
     )
+    compile: bool = Field(
+        default=False,
+        description="compile the decoder layers (torch.compile): fewer operations on a GPU, a slow first step",
+    )
     lora: LoraConfig = LoraConfig()
 
 

@@ -110,7 +110,15 @@ class TrainerConfig(Section):
         description="weights of the proximal policy: `current`: those that a step begins with; `snapshot`: those that "
         "sampled the token (docs/asynchrony.md)",
     )
-    micro_batch_tokens: Count = Field(default=2048, description="token budget of one forward and backward")
+    micro_batch_tokens: Count | Literal["auto"] = Field(
+        default="auto",
+        description="token budget of one forward and backward; auto: what fits the device's free memory, 2048 on a CPU",
+    )
+    deterministic: bool = Field(
+        default=True,
+        description="on a GPU, updates add in a fixed order, so that a run can be repeated and resumed bit for bit; "
+        "false: faster",
+    )
     dynamic_sampling: bool = Field(default=False, description="replace groups whose first rewards are all equal (DAPO)")
     refill_rounds: Count = Field(default=4, description="how often dynamic sampling may sample again per step")
     mask_truncated: bool = Field(default=False, description="no loss on responses cut by the length limit")

@@ -43,8 +43,10 @@ BLOCK_QUERIES = 128
 # attention's time). Masks up to this size are kept for all layers; larger ones are recomputed block by block.
 MAX_SAVED_SCORES = 1 << 22
 # Forward and backward of `FusedRows` on a CPU take as long as small products at 512 tokens, and 1 / 1.3 of their time
-# at 768.
+# at 768. An accelerator uses them at any length: it starts a tenth of the kernels.
 MIN_WIDTH = 768
+# Prompts of at most so many times the longest response are computed again in each row of `FusedRows` by an accelerator.
+MAX_PROMPTS = 4
 
 
 class PaddedRows(NamedTuple):
@@ -75,26 +77,29 @@ class FusedRows(NamedTuple):
     """Where the tokens of a packed row are in rows of a prompt and a response each, for PyTorch's fused kernel.
 
     It stores no scores. Attention in a row is causal; padding on the right is behind all real tokens. A prompt's
-    queries are computed again in each row, so the rows are used where responses are longer than their prompts.
+    queries are computed again in each row, so the rows are not used where prompts are much longer than responses.
 
     tokens: the packed token at each place; 0 at padding.
     places: where each packed token is in the flattened rows; those of a prompt are in the first of its rows.
+    on_cpu: whether a CPU uses the rows, too: responses are long, and longer than their prompts.
     """
 
     tokens: Int[Tensor, "rows width"]
     places: Int[Tensor, " tokens"]
+    on_cpu: bool
 
     @classmethod
     def build(
         cls, prompt_lengths: Int[Tensor, " prompts"], lengths: Int[Tensor, " rows"], prompt_index: Int[Tensor, " rows"]
     ) -> FusedRows | None:
-        """Returns the rows, or None where products of small matrices are used.
+        """Returns the rows, or None where products of small matrices are used on every device.
 
         Args:
             lengths: of the responses, which follow all prompts in the packed row.
             prompt_index: the prompt of each response.
         """
-        if not len(lengths) or int(lengths.max()) < max(MIN_WIDTH, int(prompt_lengths.max())):
+        longest, longest_prompt = (int(values.max()) if len(values) else 0 for values in (lengths, prompt_lengths))
+        if longest * MAX_PROMPTS < max(1, longest_prompt):
             return None
         own = prompt_lengths[prompt_index, None]
         starts = prompt_lengths.sum() + (lengths.cumsum(0) - lengths)[:, None]
@@ -107,24 +112,23 @@ class FusedRows(NamedTuple):
         places = slots.new_full((count,), tokens.numel()).scatter_reduce(0, tokens[real], slots, "amin")
         if int(places.max()) == tokens.numel():  # a prompt without a response
             return None
-        return cls(tokens, places)
+        return cls(tokens, places, on_cpu=longest >= max(MIN_WIDTH, longest_prompt))
 
     def to(self, device: torch.device) -> FusedRows:
-        return FusedRows(self.tokens.to(device), self.places.to(device))
+        return FusedRows(self.tokens.to(device), self.places.to(device), self.on_cpu)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dtype: torch.dtype
     ) -> Float[Tensor, "1 tokens heads width"]:
         """Returns the attention of each packed token, as `packed_attention_forward` does, computed in `dtype`."""
-        query, key, value = (self._spread(x, dtype) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].to(dtype)
-
-    def _spread(self, packed: Float[Tensor, "1 heads tokens width"], dtype: torch.dtype) -> Tensor:
-        # At least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
-        wide = packed[0].transpose(0, 1).to(torch.promote_types(packed.dtype, torch.float32))
+        heads = [x.shape[1] for x in (query, key, value)]
+        # In one piece, and at least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
+        wide = torch.cat([query, key, value], 1)[0].transpose(0, 1)
+        wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
         rows = wide.index_select(0, self.tokens.flatten()).to(dtype)
-        return rows.to(product_dtype(rows)).unflatten(0, self.tokens.shape).transpose(1, 2)
+        rows = rows.to(product_dtype(rows)).unflatten(0, self.tokens.shape).transpose(1, 2)
+        out = F.scaled_dot_product_attention(*rows.split(heads, 1), is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].to(dtype)
 
 
 class _Block(NamedTuple):
@@ -148,7 +152,7 @@ class PackedLayout:
     prompt_index: Int[Tensor, " batch"]
     prompt_lengths: Int[Tensor, " prompts"]
     masks: dict[Any, Tensor]  # additive masks by kind of row and window: equal in every layer
-    fused: FusedRows | None = None  # for long responses
+    fused: FusedRows | None = None
 
     @classmethod
     def build(
@@ -220,6 +224,7 @@ class AttentionOptions(NamedTuple):
     dtype: torch.dtype  # of the products with values, and of what is kept
 
 
+@torch.compiler.disable  # its blocks depend on the batch
 def packed_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -244,9 +249,11 @@ def packed_attention_forward(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, dtype)
     with torch.autocast(device, enabled=False):  # it would round the float32 scores
+        fused = layout.fused
         # In float64 the kernel's gradients are exact to 1e-8 only.
-        if layout.fused is not None and softcap is None and sliding_window is None and dtype != torch.float64:
-            return layout.fused.attend(query, key, value, options.scaling, dtype), None
+        is_plain = softcap is None and sliding_window is None and dtype != torch.float64
+        if is_plain and fused is not None and (fused.on_cpu or on_accelerator(query.device)):
+            return fused.attend(query, key, value, options.scaling, dtype), None
         return PackedAttention.apply(query, key, value, layout, options), None
 
 

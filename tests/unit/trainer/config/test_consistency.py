@@ -48,6 +48,11 @@ REFUSED = {
         ("trainer.sync_every=4 trainer.max_lag=2", "makes tokens up to 3 updates old, trainer.max_lag allows 2"),
         (f"{RAY} compare.objectives=['grpo'] compare.seeds=[0]", "compare runs on one machine"),
     ],
+    "compile": [
+        ("model.compile=true objective.name=token-alp", "model.compile and [perturbation], which works inside"),
+        ("model.compile=true model.path=laboratory-moe routing.replay=proximal", "model.compile and routing.replay"),
+        (f"model.compile=true {INVARIANT}", 'model.compile and numerics = "invariant"'),
+    ],
     "proximal": [
         (
             "trainer.proximal=snapshot routing.replay=proximal trainer.epochs=2",

@@ -44,6 +44,7 @@ def test_rows_hold_prompt_and_response() -> None:
     rows = FusedRows.build(torch.tensor([2, 1]), torch.tensor([4, 3]), torch.tensor([1, 0]))
     assert rows is not None
     # Packed: prompt 0 is 0 1, prompt 1 is 2, the responses are 3 4 5 6 and 7 8 9.
+    assert rows.on_cpu
     assert rows.tokens.tolist() == [[2, 3, 4, 5, 6], [0, 1, 7, 8, 9]]
     assert rows.places.tolist() == [5, 6, 0, 1, 2, 3, 4, 7, 8, 9]
 
@@ -52,8 +53,7 @@ def test_output_and_gradients_equal_those_of_small_products(monkeypatch: pytest.
     fused = layout()
     monkeypatch.setattr(packed_attention, "MIN_WIDTH", 1000)
     blocks = layout()
-    assert fused.fused is not None
-    assert blocks.fused is None
+    assert [packed.fused is not None and packed.fused.on_cpu for packed in (fused, blocks)] == [True, False]
     exact = attend(blocks, inputs(sum(PROMPTS) + sum(LENGTHS), torch.float64))
     for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
         for one, other in zip(attend(fused, inputs(sum(PROMPTS) + sum(LENGTHS), dtype)), exact, strict=True):
@@ -93,6 +93,9 @@ def test_soft_caps_windows_and_float64_use_small_products(
 
 
 def test_long_prompts_and_prompts_without_response_use_small_products() -> None:
-    assert layout([13, 5, 1]).fused is None
+    long = layout([13, 5, 1]).fused
+    assert long is not None
+    assert not long.on_cpu
+    assert layout([49, 5, 1]).fused is None  # on an accelerator neither
     assert layout(index=[1, 1, 0, 1, 0]).fused is None
     assert layout([3], [0], [0]).fused is None

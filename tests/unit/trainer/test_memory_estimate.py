@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.benchmark_module import load
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from trimtab.trainer.memory import Rank, Shape, layer_activations, rank_memory
 from trimtab.trainer.models import packed_attention
 from trimtab.trainer.models.logprobs import TokenBatch, score
 
-estimate: Any = load("memory_estimate")
-Rank, Shape = estimate.Rank, estimate.Shape
-rank_memory, layer_activations = estimate.rank_memory, estimate.layer_activations
 TINY = Shape(
     layers=2, hidden=4, heads=2, queries=4, keys=2, inner=8, vocabulary=10, layer=152, parameters=348, tied=True
 )
@@ -110,18 +107,19 @@ def test_terms_of_the_peak_by_hand() -> None:
     assert offloaded["weights"] == offloaded["gradients"] == offloaded["optimizer"] == 0
 
 
-def test_blocks_are_larger_on_an_accelerator() -> None:
-    # 4 rows of 2 heads x 20 x 40 scores fit either; one tile of the head is 2**20 numbers on a CPU, three are held.
+def test_an_accelerator_keeps_rows_and_no_scores() -> None:
     ours, cpu = rank_memory(TINY, ONE), rank_memory(TINY, replace(ONE, cpu=True))
+    # One tile of the head is 2**20 numbers on a CPU, three are held.
     assert ours["head"] - cpu["head"] == 3 * 4 * 15 * 2**20
-    assert ours["attention"] == cpu["attention"]
-    many = replace(ONE, rows=1000)
-    assert rank_memory(TINY, replace(many, cpu=True))["attention"] < rank_memory(TINY, many)["attention"]
+    # Queries, keys, values and output of 160 tokens in rows, and a sum of 2 heads; of 100 packed ones the output alone.
+    rows, scores = 160 * (2 * (4 + 2 + 2 + 4) + 2 * 4) - 100 * 2 * (4 + 2 + 2), 4 * 2 * 20 * 40 * 2
+    assert ours["kept"] - cpu["kept"] == 2 * (rows - scores)
+    assert ours["attention"] == 160 * (2 * 2 * 4 + (2 + 4) * 8) + 2 * 4 * 100 * 8
 
 
-def test_attention_of_long_rows_grows_with_their_length() -> None:
-    shape = Shape.of(SEVEN)
-    once, twice = (rank_memory(shape, replace(ONE, rows=1, response=n))["attention"] for n in (16384, 32768))
+def test_attention_of_long_rows_grows_with_their_length_on_a_cpu() -> None:
+    shape, one = Shape.of(SEVEN), replace(ONE, rows=1, cpu=True)
+    once, twice = (rank_memory(shape, replace(one, response=n))["attention"] for n in (16384, 32768))
     # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
     assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
     assert twice < 2 * once
@@ -158,9 +156,12 @@ def kept(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_the_formula_counts_what_autograd_saves(kind: str) -> None:
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_formula_counts_what_autograd_saves(kind: str, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpu:  # the path of an accelerator
+        monkeypatch.setattr(packed_attention, "MIN_WIDTH", 1)
     # A response's last token predicts nothing and is not run.
-    rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE)
+    rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE, cpu=cpu)
     built = model(kind)
     computed = rank_memory(Shape.of(built.config), rank)
     assert computed["kept"] + computed["copies"] == pytest.approx(kept(built), rel=0.03)

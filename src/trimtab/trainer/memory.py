@@ -1,14 +1,15 @@
-"""The memory of a training rank at the peak of an update, estimated term by term, in bytes.
+"""The number of tokens in a micro-batch, from an estimate of the memory of a training rank at the peak of an update.
 
     weights, gradients, optimizer    P x (1 + 1 + 2) x master bytes, over the ranks
     copies                           weights in the dtype of the products: all layers on one rank; when sharded, two
                                      layers, the gradient of one, and all weights outside of the layers
     kept                             activations kept for the backward; with checkpointing, one input for each layer
     layer                            one layer during its backward
-    attention                        one block of scores and its mask: some queries of a long row, or several short rows
+    attention                        on a CPU one block of scores and its mask: some queries of a long row, or several
+                                     short rows; on an accelerator, which keeps no scores, rows of prompt and response
     head                             hidden states, tiles of logits, and the dense gradient of the head
 
-docs/scale.md derives the terms, and `memory.py` compares them with measurements.
+In bytes. docs/scale.md derives the terms, and `benchmarks/memory.py` compares them with measurements on a CPU.
 """
 
 from __future__ import annotations
@@ -19,12 +20,66 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from trimtab.trainer.models import fused_head, packed_attention
+from trimtab.trainer.config import Config
+from trimtab.trainer.models import fused_head
 from trimtab.trainer.models.architecture import decoder_stack
 from trimtab.trainer.models.fused_head import KEPT_LOGITS, TILE_TOKENS, TILE_VOCABULARY
+from trimtab.trainer.models.matmul import on_accelerator
 from trimtab.trainer.models.packed_attention import BLOCK_QUERIES, BLOCK_SCORES, MAX_SAVED_SCORES
 
 FLOAT32 = 4  # bytes of a value
+
+CPU_TOKENS = 2048
+"""Tokens of a micro-batch on a CPU, where larger ones are not faster."""
+SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Those that are tried on an accelerator. Larger ones are not faster: kernels compute for longer than they start."""
+MARGIN = 0.8
+"""Share of the free memory that the estimate may fill: it is right within 15%, and memory is fragmented."""
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes that this process can still allocate on a CUDA device."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def micro_batch_tokens(
+    config: Config, model: nn.Module, device: torch.device, *, prompt: int, response: int, ranks: int = 1
+) -> int:
+    """Returns the value of `trainer.micro_batch_tokens`, or for "auto" the largest of `SIZES` that fits free memory.
+
+    Call it when the weights are on the device, before the first update: gradients and the optimizer's state are
+    counted as still to come.
+
+    Args:
+        prompt, response: tokens of the longest prompt and of the longest response that are expected.
+    """
+    chosen = config.trainer.micro_batch_tokens
+    if chosen != "auto":
+        return chosen
+    if not on_accelerator(device):
+        return CPU_TOKENS
+    shape, available = Shape.of(model.config), MARGIN * free_memory(device)  # pyright: ignore[reportArgumentType]
+    master = getattr(torch, config.model.dtype).itemsize
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    state = 0 if config.sharding.offload else 3 * trained * master / ranks
+    for tokens in reversed(SIZES):
+        rows = max(1, tokens // (prompt + response))
+        rank = Rank(
+            ranks=ranks,
+            tokens=max(tokens, prompt + response),
+            scored=rows * response,
+            rows=rows,
+            prompt=prompt,
+            response=response,
+            master=master,
+            compute=2 if config.model.autocast == "bfloat16" else master,
+            recompute=config.model.gradient_checkpointing,
+        )
+        terms = rank_memory(shape, rank)
+        if state + sum(terms[name] for name in ("copies", "kept", "layer", "attention", "head")) <= available:
+            return tokens
+    return SIZES[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +158,11 @@ class Rank:
     offload: bool = False
     cpu: bool = False
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in rows of a prompt and a response each."""
+        return self.rows * (self.prompt + self.response)
+
 
 def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
     """Returns the bytes on the device at the peak of an update, by term."""
@@ -115,7 +175,11 @@ def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
         kept = shape.layers * FLOAT32 * hidden * rank.tokens + last
     else:
         scores = rank.rows * shape.heads * rank.response * (rank.prompt + rank.response)
-        kept = shape.layers * (layer + (scores * compute if scores <= MAX_SAVED_SCORES else 0.0)) + last
+        attention = scores * compute if rank.cpu and scores <= MAX_SAVED_SCORES else 0.0
+        if not rank.cpu:  # rows beside the packed tokens: a prompt is in the row of each of its responses
+            rows = rank.row_tokens * (2 * compute * (shape.queries + shape.keys) + FLOAT32 * shape.heads)
+            attention = rows - rank.tokens * compute * (shape.queries + 2 * shape.keys)
+        kept = shape.layers * (layer + attention) + last
     logits = rank.scored * shape.vocabulary * compute
     kept += logits if logits <= KEPT_LOGITS else 0.0
     # Gradients in the widest part of a layer, and with checkpointing its activations.
@@ -160,14 +224,18 @@ def _copies(shape: Shape, rank: Rank) -> float:
 
 
 def _attention(shape: Shape, rank: Rank) -> float:
+    if not rank.cpu:
+        channels = shape.queries + 2 * shape.keys
+        # Output and its gradient, gradients of rows in both dtypes, and those of the packed tokens.
+        rows = rank.row_tokens * (2 * rank.compute * shape.queries + (rank.compute + FLOAT32) * channels)
+        return rows + 2 * FLOAT32 * rank.tokens * channels
     keys = rank.prompt + rank.response
     row_scores, masks = shape.heads * rank.response * keys, rank.rows * rank.response * keys
-    size = BLOCK_SCORES * (1 if rank.cpu else packed_attention.ACCELERATED)
-    is_split = row_scores > size and rank.response > BLOCK_QUERIES
+    is_split = row_scores > BLOCK_SCORES and rank.response > BLOCK_QUERIES
     if is_split:
-        block = shape.heads * keys * max(BLOCK_QUERIES, size // (shape.heads * keys))
+        block = shape.heads * keys * max(BLOCK_QUERIES, BLOCK_SCORES // (shape.heads * keys))
     else:
-        block = max(row_scores, min(size, rank.rows * row_scores))
+        block = max(row_scores, min(BLOCK_SCORES, rank.rows * row_scores))
     # Masks are kept for all layers, or computed per block from positions.
     mask = masks * FLOAT32 if masks <= MAX_SAVED_SCORES else block / shape.heads * (FLOAT32 + 10)
     # The gradient of keys and values, accumulated over the blocks of a row.
