@@ -161,8 +161,8 @@ class FollowerRunDirectory(RunDirectory):
     def metrics(self) -> list[dict[str, Any]]:
         return []
 
-    def truncate_after(self, step: int) -> str:
-        return ""
+    def truncate_after(self, step: int) -> None:
+        pass
 
     def close(self) -> None:
         pass

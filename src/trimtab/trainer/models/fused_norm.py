@@ -50,4 +50,4 @@ def use_fused_norms(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module) in _CLASSES:
             module.__class__ = FusedRMSNorm
-            module.narrow = name.rsplit(".", 1)[-1] in _BEFORE_PRODUCTS
+            vars(module)["narrow"] = name.rsplit(".", 1)[-1] in _BEFORE_PRODUCTS

@@ -127,7 +127,8 @@ class FusedRows(NamedTuple):
         wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
         rows = wide.index_select(0, self.tokens.flatten()).to(dtype)
         rows = rows.to(product_dtype(rows)).unflatten(0, self.tokens.shape).transpose(1, 2)
-        out = F.scaled_dot_product_attention(*rows.split(heads, 1), is_causal=True, scale=scaling, enable_gqa=True)
+        q, k, v = rows.split(heads, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].to(dtype)
 
 
