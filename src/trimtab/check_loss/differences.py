@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -261,8 +261,9 @@ class Comparison:
 
         A bound on a mean stays where it is when the response is twice as long; one on a sum comes nearer to 1.
         """
+        twice = replace(probe, tokens=2 * TOKENS)
         for key in changed if probe.span == "response" else ():
-            ends = [(one.bends(probe)[key], one.bends(probe, 2 * TOKENS)[key]) for one in (self.mine, self.theirs)]
+            ends = [(one.bends(probe)[key], one.bends(twice)[key]) for one in (self.mine, self.theirs)]
             if all(short and long and short[0].kind == ends[0][0][0].kind for short, long in ends):
                 own, other = (long[0].x / short[0].x < 0.9 for short, long in ends)
                 if own != other:

@@ -85,6 +85,8 @@ def _load(target: str) -> Any:
     outer, *inner = name.split(".")
     if place.endswith(".py"):
         file = Path(place).resolve()
+        if file.stem in sys.modules:
+            raise TrimtabError(f"{file.name} has the name of a module that is loaded already: rename it")
         os.chdir(file.parent)  # where `load_function` looks first
         sys.path.insert(0, str(file.parent))  # what the function imports when it runs
         place = file.stem

@@ -81,14 +81,13 @@ class Probe:
         """The largest shift: no log-prob may exceed 0."""
         return 3.0 if self.moved == RARE else 0.25
 
-    def batch(self, shifts: Tensor, advantage: float, tokens: int = 0) -> Batch:
-        """Returns a batch of a row without a shift and one row for each. tokens: in place of those of the probe."""
-        tokens = tokens or self.tokens
-        batch = of_rows(len(shifts) + 1, advantage, self.moved, tokens)
-        columns = torch.arange(tokens + 2)[None]
+    def batch(self, shifts: Tensor, advantage: float) -> Batch:
+        """Returns a batch of a row without a shift and one row for each."""
+        batch = of_rows(len(shifts) + 1, advantage, self.moved, self.tokens)
+        columns = torch.arange(self.tokens + 2)[None]
         shift = torch.cat([shifts.new_zeros(1), shifts])[:, None]
         where = columns == MOVED if self.span == "token" else batch["mask"]
-        factor = torch.where(columns == MOVED, 1.0, -1 / (tokens - 1) if self.span == "mean" else 1.0).double()
+        factor = torch.where(columns == MOVED, 1.0, -1 / (self.tokens - 1) if self.span == "mean" else 1.0).double()
         # A shift upwards starts from below.
         low = (shift - 3).clamp(min=0) * (self.moved == RARE) + 3.0 * (self.span != "token")
         for name in (*POLICIES, "reference"):

@@ -65,7 +65,7 @@ class Readings:
     """The readings of a loss. Weights are relative to that where all policies are equal."""
 
     loss: Loss
-    _bends: dict[tuple[Probe, int], dict[tuple[bool, int], Bends]] = field(default_factory=dict)
+    _bends: dict[Probe, dict[tuple[bool, int], Bends]] = field(default_factory=dict)
 
     @cached_property
     def neutral(self) -> Mapping[str, tuple[Batch, Tensor]]:
@@ -148,21 +148,20 @@ class Readings:
         above, below = (self.exponents[positive, policy, "own", side] for side in (1, -1))
         return abs(above - below)
 
-    def weights(self, probe: Probe, shifts: Tensor, advantage: float, tokens: int = 0) -> Tensor:
+    def weights(self, probe: Probe, shifts: Tensor, advantage: float) -> Tensor:
         """Returns the weights of the moved token at these shifts."""
-        gradient = self.loss.policy_gradient(probe.batch(shifts, advantage, tokens))[:, MOVED]
+        gradient = self.loss.policy_gradient(probe.batch(shifts, advantage))[:, MOVED]
         return gradient[1:] / gradient[0]
 
-    def bends(self, probe: Probe, tokens: int = 0) -> dict[tuple[bool, int], Bends]:
-        """Returns the bends of a probe by sign of A and direction of the shift. tokens: in place of the probe's."""
-        if (probe, tokens) not in self._bends:
-            found = {}
+    def bends(self, probe: Probe) -> dict[tuple[bool, int], Bends]:
+        """Returns the bends of a probe by sign of A and direction of the shift."""
+        if probe not in self._bends:
+            found = self._bends[probe] = {}
             for positive, advantage in SIGNS.items():
-                curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
+                curve = partial(self.weights, probe, advantage=advantage)
                 for direction, points in ((1, POINTS[probe.highest >= POINTS]), (-1, -POINTS)):
                     found[positive, direction] = find_bends(curve, points)
-            self._bends[probe, tokens] = found
-        return self._bends[probe, tokens]
+        return self._bends[probe]
 
     @cached_property
     def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:

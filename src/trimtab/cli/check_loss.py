@@ -14,8 +14,9 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="FILE.py:FUNCTION",
-        help="A function of log-probs, mask and advantages, or a method of a TRL trainer. Its file is imported, in a "
-        "process with limits of time and memory. With --allow-code also module:function of an installed package.",
+        help="A function of log-probs, mask and advantages, a class or module that is one, or a method of a TRL "
+        "trainer. Its file is imported, in a process with limits of time and memory. With --allow-code also "
+        "module:function of an installed package.",
     ),
 ]
 As = Annotated[

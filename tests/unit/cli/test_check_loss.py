@@ -76,6 +76,8 @@ def test_the_file_that_is_named_is_checked_and_not_another_of_its_name(
     monkeypatch.chdir(tmp_path)
     assert main.run(["check-loss", f"{file}:right", "--as", "grpo"]) == 0
     assert main.run(["check-loss", "below/my_loss.py:right", "--as", "grpo"]) == 1
+    other.rename(other.with_name("json.py"))
+    assert main.run(["check-loss", "below/json.py:right", "--as", "grpo"]) == 2
 
 
 def test_the_expected_objective_loads_no_code(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
