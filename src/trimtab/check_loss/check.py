@@ -83,21 +83,15 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
         if kind not in KINDS:
             raise TrimtabError(f"there is no difference {kind!r} to ignore{did_you_mean(kind, KINDS)}")
     readings = Readings(loss)
-    nearest: list[Candidate] = []
     with torch.random.fork_rng(devices=[]):
         if objective is None:
-            candidates = identify(readings)
-            whole = candidates[0].differences
-            counted = [replace(one, differences=_counted(one.differences, ignore)) for one in candidates]
-            nearest = [one for one in counted if not one.differences] or counted[:1]
-            found = nearest[0].differences
+            found = identify(readings)
         else:
-            spec = spec or objective.name
-            whole = Comparison(readings, reference(objective), objective.name).differences()
-            found = _counted(whole, ignore)
-    ignored = tuple(sorted({one.kind for one in whole} & set(ignore)))
-    return Answer(loss.name, spec, found, nearest, loss.inputs, ignored)
-
-
-def _counted(differences: Sequence[Difference], ignore: Sequence[str]) -> tuple[Difference, ...]:
-    return tuple(one for one in differences if one.kind not in ignore)
+            differences = Comparison(readings, reference(objective), objective.name).differences()
+            found = [Candidate((("name", objective.name),), tuple(differences))]
+    ignored = tuple(sorted({one.kind for one in found[0].differences} & set(ignore)))
+    found = [replace(one, differences=tuple(d for d in one.differences if d.kind not in ignore)) for one in found]
+    nearest = [one for one in found if not one.differences] or found[:1]
+    if objective is None:
+        return Answer(loss.name, "", nearest[0].differences, nearest, loss.inputs, ignored)
+    return Answer(loss.name, spec or objective.name, nearest[0].differences, [], loss.inputs, ignored)

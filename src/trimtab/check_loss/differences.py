@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.check_loss.bends import describe, mirrored, same
 from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, TOKENS, Batch, Probe, Update
-from trimtab.check_loss.readings import ONES, RANDOM, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
+from trimtab.check_loss.readings import ONES, RANDOM, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings, shifts_of
 
 KINDS = (
     *("rounding", "no-gradient", "dropped", "alignment", "sign", "normalized-advantage", "live-weight"),
@@ -23,8 +23,6 @@ KINDS = (
 NAMES = {"current": "π", "proximal": "π_old", "behavior": "μ"}
 SIDES = {(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"}
 SIDES |= {(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"}
-FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
-"""Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 LEVELS = {
     "token": "ratio of the token",
     "sequence": "product over the response",
@@ -193,7 +191,7 @@ class Comparison:
         own, other = ({name: one.exponent(positive, name) for name in NAMES} for one in (mine, theirs))
         used, expected = ({name for name, power in one.items() if abs(power) > 1e-3} for one in (own, other))
         proportional = used == expected and len({round(own[name] / other[name], 3) for name in expected}) <= 1
-        levels = level_of(mine, positive), level_of(theirs, positive)
+        levels = mine.level(positive), theirs.level(positive)
         kinked = [name for name in NAMES if mine.kink(positive, name) > 1e-2 > theirs.kink(positive, name)]
         doubled = {name: other[name] * (1 + (proportional or name == "behavior")) for name in expected}
         if math.isnan(mine.exponents[differing[0]]):
@@ -272,7 +270,7 @@ class Comparison:
 
     def _apart(self, kind: str, probe: Probe, columns: list[int], remedy: str) -> bool:
         """Adds the largest difference of the weights of a probe at some of `SHIFTS`; returns whether there is one."""
-        shifts = SHIFTS[columns].clamp(max=probe.highest)
+        shifts = shifts_of(probe)[columns]
         for positive, sign in ((True, ">"), (False, "<")):
             own, other = (one.curves[probe, positive][columns] for one in (self.mine, self.theirs))
             gap = ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
@@ -296,7 +294,7 @@ class Comparison:
     def _zero_advantage(self) -> None:
         """KL, entropy and regression: what is left where advantages are 0."""
         mine, theirs = self.mine, self.theirs
-        read = slice(len(TO_REFERENCE) if kl_form(theirs)[0] == "none" else None)  # of no KL nothing is weighted
+        read = slice(len(TO_REFERENCE) if theirs.kl_form[0] == "none" else None)  # of no KL nothing is weighted
         if _gap(mine.kl_curve[read], theirs.kl_curve[read]) > 1e-7:
             self._add("kl", f"the KL term is {_kl_words(mine)}, in {self.name} {_kl_words(theirs)}: change it")
         gap = (mine.pull - theirs.pull).abs()
@@ -354,39 +352,11 @@ class Comparison:
                 self._add("value", f"gradients are equal, the value is not: {values} {batch}")
 
 
-def level_of(readings: Readings, positive: bool = True) -> str:
-    """Returns over which tokens the ratio of the current policy is taken, near a ratio of 1."""
-    before, after = (abs(readings.exponent(positive, "current", place)) for place in ("before", "after"))
-    if max(before, after) < 1e-4:
-        return "token"
-    if before < 1e-4:
-        return "prefix" if after > 0.5 else "prefix_geometric"
-    return "sequence" if before > 0.5 else "geometric"
-
-
-def kl_form(readings: Readings) -> tuple[str, float]:
-    """Returns the estimator of the KL term and its coefficient; ("none", 0) without one, ("other", nan) if unknown."""
-    curve = readings.kl_curve[: len(TO_REFERENCE)]
-    if float(curve.abs().max()) < 1e-9:
-        return "none", 0.0
-    for kind, form in FORMS.items():
-        coefficient = float((curve * form).sum() / form.square().sum())
-        if _gap(curve, coefficient * form) < 1e-7 * max(1.0, abs(coefficient)):
-            weighted = float((_kl_weights(readings) - 1).abs().max()) > 1e-9
-            return "unbiased" if kind == "k2" and weighted else kind, coefficient
-    return "other", math.nan
-
-
-def _kl_weights(readings: Readings) -> Tensor:
-    """Returns by how much the KL term grows, as a factor, where μ, and where π_old is half a nat away."""
-    return readings.kl_curve[-2:] / readings.kl_curve[TO_REFERENCE.tolist().index(0.5)]
-
-
 def _kl_words(readings: Readings) -> str:
-    kind, coefficient = kl_form(readings)
+    kind, coefficient = readings.kl_form
     if kind == "none":
         return "none"
-    weights = zip(("μ", "π_old"), _kl_weights(readings).tolist(), strict=True)
+    weights = zip(("μ", "π_old"), readings.kl_weights.tolist(), strict=True)
     weighted = [f", {times:.4g} times where {who} is 0.5 nats away" for who, times in weights if abs(times - 1) > 1e-9]
     form = "of no known form" if kind == "other" else f"{kind} with the coefficient {coefficient:.4g}"
     return "".join([form, *weighted])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.check_loss import probes
-from trimtab.check_loss.differences import KINDS, Comparison, Difference, kl_form, level_of
+from trimtab.check_loss.differences import KINDS, Comparison, Difference
 from trimtab.check_loss.probes import RARE, TOKENS, Probe, of_objective
 from trimtab.check_loss.readings import SHIFTS, SIGNS, Readings
 from trimtab.corrections.divergences import per_token
@@ -122,7 +122,7 @@ def _gap(readings: Readings, objective: Objective) -> float:
 
 def _compositions(readings: Readings) -> Iterator[Objective]:
     """Objectives of parts, at the level that was read: what no preset combines."""
-    level, weights = level_of(readings), [None]
+    level, weights = readings.level(), [None]
     if any(readings.bends(probes.MISMATCH).values()) or abs(readings.exponent(True, "behavior")) > 1e-3:
         weights += [Weight(kind, bound, low, 2.0) for kind in ("token", "sequence") for bound, low in _BOUNDS]
     for over, surrogate in product(("proximal", "behavior"), SURROGATE_PARTS):
@@ -310,7 +310,7 @@ def _aggregation(part: Aggregation, readings: Readings) -> Aggregation:
 
 
 def _kl(surrogate: Surrogate, readings: Readings) -> KL:
-    kind, coefficient = kl_form(readings)
+    kind, coefficient = readings.kl_form
     if isinstance(surrogate, Regression):
         coefficient *= 2 * surrogate.beta  # which is its gradient for each unit of A
     return KL(kind, tidy(coefficient)) if kind in ("k1", "k2", "k3", "unbiased") and coefficient > 0 else KL()

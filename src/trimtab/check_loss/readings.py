@@ -38,6 +38,8 @@ _SHIFTS = (SMALL, 0.1, 0.5, 1.0, 2.0, FAR)
 SHIFTS = torch.tensor([*(-x for x in reversed(_SHIFTS)), *_SHIFTS], dtype=torch.float64)
 """Shifts at which every probe is read: the inner two give a second derivative, the outer two show exp without bound."""
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()
+FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
+"""Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
 ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
 PLACES = {"own": MOVED, "before": 0, "after": 3}
@@ -58,6 +60,11 @@ DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 """From the lengths of the responses, (rows,), and the width of the batch: the denominator of each or of all."""
 UNKNOWN = "none of the known"
+
+
+def shifts_of(probe: Probe) -> Tensor:
+    """Returns `SHIFTS`, as far as a probe goes: one token alone can be anywhere."""
+    return SHIFTS if probe is probes.DRIFT else SHIFTS.clamp(-3.0, probe.highest)
 
 
 @dataclass
@@ -148,6 +155,15 @@ class Readings:
         above, below = (self.exponents[positive, policy, "own", side] for side in (1, -1))
         return abs(above - below)
 
+    def level(self, positive: bool = True) -> str:
+        """Returns over which tokens the ratio of the current policy is taken, near a ratio of 1."""
+        before, after = (abs(self.exponent(positive, "current", place)) for place in ("before", "after"))
+        if max(before, after) < 1e-4:
+            return "token"
+        if before < 1e-4:
+            return "prefix" if after > 0.5 else "prefix_geometric"
+        return "sequence" if before > 0.5 else "geometric"
+
     def weights(self, probe: Probe, shifts: Tensor, advantage: float) -> Tensor:
         """Returns the weights of the moved token at these shifts."""
         gradient = self.loss.policy_gradient(probe.batch(shifts, advantage))[:, MOVED]
@@ -165,9 +181,9 @@ class Readings:
 
     @cached_property
     def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
-        """The weights at `SHIFTS`, or at the highest shift of a probe."""
+        """The weights at `shifts_of` each probe."""
         return {
-            (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
+            (probe, positive): self.weights(probe, shifts_of(probe), advantage)
             for probe, (positive, advantage) in product(probes.PROBES, SIGNS.items())
         }
 
@@ -211,6 +227,24 @@ class Readings:
         batch["behavior"][-2, MOVED] -= 0.5
         batch["proximal"][-1, MOVED] -= 0.5
         return self._at_zero(batch)
+
+    @property
+    def kl_weights(self) -> Tensor:
+        """By how much the KL term grows, as a factor, where the sampler, and where the proximal policy is 0.5 away."""
+        return self.kl_curve[-2:] / self.kl_curve[TO_REFERENCE.tolist().index(0.5)]
+
+    @property
+    def kl_form(self) -> tuple[str, float]:
+        """The estimator of the KL term and its coefficient; ("none", 0) without one, ("other", nan) if unknown."""
+        curve = self.kl_curve[: len(TO_REFERENCE)]
+        if float(curve.abs().max()) < 1e-9:
+            return "none", 0.0
+        for kind, form in FORMS.items():
+            coefficient = float((curve * form).sum() / form.square().sum())
+            if float((curve - coefficient * form).abs().max()) < 1e-7 * max(1.0, abs(coefficient)):
+                weighted = float((self.kl_weights - 1).abs().max()) > 1e-9
+                return "unbiased" if kind == "k2" and weighted else kind, coefficient
+        return "other", math.nan
 
     @cached_property
     def pull(self) -> Tensor:
