@@ -220,9 +220,11 @@ def _changed(part: Any, found: Mapping[str, float]) -> Any:
 
 def _bounds(part: Any, readings: Readings, own: Probe, factor: float = 1) -> Any:
     """Returns the part with bounds from `BOUNDS`. own: the probe of its level. factor: tokens that a shift adds up."""
-    places = BOUNDS[type(part)].items()
-    xs = {name: _bend(readings, probe or own, *side) * (1 if probe else factor) for name, ((probe, *side), _) in places}
-    return _changed(part, {name: to_bound(xs[name]) for name, (_, to_bound) in places})
+    found: dict[str, float] = {}
+    for name, ((probe, positive, direction), to_bound) in BOUNDS[type(part)].items():
+        x = _bend(readings, probe or own, positive, direction)
+        found[name] = to_bound(x if probe else factor * x)
+    return _changed(part, found)
 
 
 def _surrogate(base: Objective, readings: Readings) -> Surrogate:

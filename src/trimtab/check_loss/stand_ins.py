@@ -154,7 +154,7 @@ def trl(method: Callable[..., Any], given: dict[str, Any]) -> Call:
     return call
 
 
-def _trl_class(method: Callable[..., Any]) -> tuple[type, type]:
+def _trl_class(method: Callable[..., Any]) -> tuple[Any, Any]:
     """Returns the trainer that a method belongs to, and its configuration: GRPOTrainer and GRPOConfig."""
     trainer = getattr(sys.modules[method.__module__], method.__qualname__.partition(".")[0], None)
     for kind in trainer.__mro__ if isinstance(trainer, type) else ():
