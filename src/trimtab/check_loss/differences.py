@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from trimtab.check_loss.bends import Bends, describe, same
-from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, PROBES, TOKENS, Probe
-from trimtab.check_loss.readings import FAR, SHIFTS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
+from trimtab.check_loss.bends import describe, mirrored, same
+from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, TOKENS, Batch, Probe, Update
+from trimtab.check_loss.readings import ONES, RANDOM, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings, shifts_of
 
 KINDS = (
     *("rounding", "no-gradient", "dropped", "alignment", "sign", "normalized-advantage", "live-weight"),
@@ -22,8 +23,6 @@ KINDS = (
 NAMES = {"current": "π", "proximal": "π_old", "behavior": "μ"}
 SIDES = {(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"}
 SIDES |= {(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"}
-FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
-"""Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 LEVELS = {
     "token": "ratio of the token",
     "sequence": "product over the response",
@@ -69,16 +68,15 @@ class Comparison:
         if not unread:
             self._denominator()
             self._defaults()
-        if all(one.kind == "micro-batches" for one in self.found):
-            self._inputs()
-        if all(one.kind == "micro-batches" for one in self.found):
-            self._random()
+        for rest in (self._inputs, self._random):
+            if all(one.kind == "micro-batches" for one in self.found):
+                rest()
         if not hidden:
             self._exponent()
-        nan = [(name, what) for (name, kind), what in self._padded() if kind == "nan"]
-        if nan:
+        for name, change in list(self.mine.padding["nan"].items())[:1]:
+            what = "loss and gradient" if math.isnan(change) else "the gradient"
             remedy = "select with torch.where(mask, ..., 0.0), before exp and before the sum"
-            self._add("nan", f"NaN in `{nan[0][0]}` at padding makes {nan[0][1]} NaN: {remedy}")
+            self._add("nan", f"NaN in `{name}` at padding makes {what} NaN: {remedy}")
         return sorted(self.found, key=lambda one: one.kind == "value")
 
     def _add(self, kind: str, text: str) -> None:
@@ -89,55 +87,52 @@ class Comparison:
 
     def _neutral(self) -> None:
         """What shows where all policies are equal."""
-        own, other = self.mine.neutral["plain"], self.theirs.neutral["plain"]
-        gradient = (own.gradient / other.gradient)[own.batch["mask"]]
-        same_value = float((own.by_advantage / other.by_advantage - 1).abs().max()) < 1e-9
-        flat = (self.mine.flat / self.theirs.flat)[own.batch["mask"]]
+        (batch, own), (_, other) = self.mine.neutral["plain"], self.theirs.neutral["plain"]
+        mask = batch["mask"]
+        gradient, flat = (own / other)[mask], (self.mine.flat / self.theirs.flat)[mask]
+        same_value = _gap(self.mine.by_advantage / self.theirs.by_advantage, torch.ones(())) < 1e-9
         if not same_value and _gap(gradient, flat) > 1e-6:
             where = f"where all policies are equal the log-probs change the gradient {_range(gradient / flat)} times"
             self._add("alignment", f"{where}: those of a policy are of other tokens, one too early or too late?")
             return
-        if self._dropped(own.gradient, other.gradient, own.batch["advantage"]):
+        if self._dropped(own, other, batch):
             return
         linear = 3 * self.mine.homogeneity, 3 * self.theirs.homogeneity
         if not abs(linear[0] - linear[1]) < 1e-6:
             times = f"advantages 3 times as large give {linear[0]:.3g} times the gradient, not {linear[1]:.3g}"
             self._add("normalized-advantage", f"{times}: do not normalize advantages inside the loss")
-        wrong = (gradient < 0, (own.batch["advantage"] < 0).expand_as(own.gradient)[own.batch["mask"]])
-        if same_value:
-            pass
-        elif bool(wrong[0].all()):
-            self._add("sign", "the loss rises with the advantage: change its sign")
-        elif bool(wrong[0].any()) and torch.equal(*wrong):
-            self._add("sign", "for A < 0 the gradient has the sign of A > 0: keep the sign of the advantage")
         if same_value and float((gradient - 1).abs().max()) > 1e-6:
             where = "where all policies are equal the loss is right and its gradient"
             self._add("live-weight", f"{where} {_range(gradient)} times as large: detach the weight")
+        elif not same_value and bool((gradient < 0).all()):
+            self._add("sign", "the loss rises with the advantage: change its sign")
+        elif not same_value and torch.equal(gradient < 0, (batch["advantage"] < 0).expand_as(mask)[mask]):
+            self._add("sign", "for A < 0 the gradient has the sign of A > 0: keep the sign of the advantage")
 
-    def _dropped(self, own: Tensor, other: Tensor, advantage: Tensor) -> bool:
+    def _dropped(self, own: Tensor, other: Tensor, batch: Batch) -> bool:
         """Which tokens get no gradient where all policies are equal, though the objective gives them one."""
         trained = other.abs() > 1e-12
         gone = trained & ~(own.abs() > 1e-12)
         if not bool(gone.any()):
             return False
-        place = torch.arange(own.shape[1]).expand_as(own)
+        place, advantage = torch.arange(own.shape[1]).expand_as(own), batch["advantage"]
+        apart = {**batch, **{name: batch[name] - low for low, name in enumerate(NAMES, 2)}}
         sets = {
             "tokens with A < 0 get": trained & (advantage < 0),
             "tokens with A > 0 get": trained & (advantage > 0),
             "the last trained token of a response gets": trained & (place == trained.sum(1, keepdim=True) - 1),
             "the first trained token of a response gets": trained & (place == 0),
         }
-        who = next((words for words, tokens in sets.items() if torch.equal(gone, tokens)), "")
+        who = next((words for words, tokens in sets.items() if torch.equal(gone, tokens)), "some tokens get")
         if bool(own.isnan().any()):
             self._add("no-gradient", "where all policies are equal the gradient is NaN")
-        elif bool((self.mine.lifted.abs() > 1e-12)[gone].any()):
-            where = f"{who or 'tokens get'} no gradient where all policies are equal, but do where they differ"
+        elif bool((self.mine.loss.policy_gradient(apart).abs() > 1e-12)[gone].any()):
+            where = f"{who} no gradient where all policies are equal, but do where they differ"
             self._add("log-ratio", f"{where}: is exp of the log-ratio missing?")
         elif torch.equal(gone, trained):
             self._add("no-gradient", "where all policies are equal the loss has no gradient: is it detached?")
         else:
-            who = who or f"{int(gone.sum())} of {int(trained.sum())} trained tokens get"
-            self._add("dropped", f"{who} no gradient: keep {'it' if who.endswith('gets') else 'them'} in the loss")
+            self._add("dropped", f"{who} no gradient: keep all in the loss")
         return True
 
     def _neighbors(self) -> bool:
@@ -169,7 +164,9 @@ class Comparison:
 
     def _defaults(self) -> None:
         """Whether the default of a count is that of the batch."""
-        for own, other in self.mine.without_counts:
+        shifts, loss = torch.tensor([3.0, -3.0]).double(), self.mine.loss
+        for batch in (*(probe.batch(shifts, advantage) for probe in ONES for advantage in SIGNS.values()), *RANDOM):
+            own, other = loss.read(batch, Update(batch, counted=False)).gradient, loss.read(batch).gradient
             if _gap(own.nan_to_num(), other.nan_to_num()) > 1e-9 * float(other.nan_to_num().abs().max()):
                 times = _range(own / other)
                 text = f"called without the counts of the update, one batch has {times} times the gradient with them"
@@ -179,9 +176,10 @@ class Comparison:
     def _ratio(self) -> None:
         """Which policies are compared, at which level, by the local exponents."""
         mine, theirs = self.mine, self.theirs
-        for (probe, positive), curved in theirs.curvature.items():
+        for probe, positive in product((DRIFT, MISMATCH), SIGNS):
             slopes = [one.exponent(positive, probe.policy) for one in (mine, theirs)]
-            if abs(mine.curvature[probe, positive]) < 1e-3 < 0.01 < curved and abs(slopes[0] - slopes[1]) < 2e-3:
+            straight = abs(mine.curvature(probe, positive)) < 1e-3 < 0.01 < theirs.curvature(probe, positive)
+            if straight and abs(slopes[0] - slopes[1]) < 2e-3:
                 text = f"{probe.name}: the weight grows with log r, not with r: exp of the log-ratio is missing"
                 self._add("log-ratio", text)
                 return
@@ -189,15 +187,16 @@ class Comparison:
         if not differing:
             return
         positive, policy, place, _ = differing[0]
+        changes = f"{NAMES[policy]} of a token changes the weight of a token {place} it"
         own, other = ({name: one.exponent(positive, name) for name in NAMES} for one in (mine, theirs))
         used, expected = ({name for name, power in one.items() if abs(power) > 1e-3} for one in (own, other))
         proportional = used == expected and len({round(own[name] / other[name], 3) for name in expected}) <= 1
-        levels = level_of(mine, positive), level_of(theirs, positive)
+        levels = mine.level(positive), theirs.level(positive)
         kinked = [name for name in NAMES if mine.kink(positive, name) > 1e-2 > theirs.kink(positive, name)]
         doubled = {name: other[name] * (1 + (proportional or name == "behavior")) for name in expected}
         if math.isnan(mine.exponents[differing[0]]):
-            text = f"{NAMES[policy]} of a token changes the weight of a token {place} it: where all policies are equal"
-            self._add("level", f"{text} that weight is 0 or NaN, and no exponent can be read")
+            text = f"{changes}: where all policies are equal that weight is 0 or NaN, and no exponent can be read"
+            self._add("level", text)
         elif not used and expected and any(any(mine.bends(probe).values()) for probe in (DRIFT, DRIFT_ALL)):
             where = "the weight of a token does not grow with r, though r is bounded"
             self._add("log-ratio", f"{where}: is exp of the log-ratio missing?")
@@ -210,8 +209,7 @@ class Comparison:
             self._add("level", f"{is_not}: change how log-ratios are summed")
         elif all(abs(own[name] - other[name]) < 2e-3 for name in NAMES):
             powers = f"with the exponent {mine.exponents[differing[0]]:.3g}, not {theirs.exponents[differing[0]]:.3g}"
-            text = f"{NAMES[policy]} of a token changes the weight of a token {place} it {powers}"
-            self._add("level", f"{text}: the ratio or the weight is taken over other tokens")
+            self._add("level", f"{changes} {powers}: the ratio or the weight is taken over other tokens")
         else:
             text = f"near 1 the weight of a token grows with {_powers(own)}, in {self.name} with {_powers(other)}"
             remedy = "weigh a token as that does" if proportional else "use the ratio to that policy"
@@ -237,7 +235,6 @@ class Comparison:
             f"{SIDES[key]} the gradient's weight {describe(a[key])}, in {self.name} it {describe(b[key])}"
             for key in changed
         ]
-        text = f"{probe.name}: {'; '.join(sides)}"
         upper, lower, current = b[True, 1], b[False, -1], probe.policy == "current"
         kind, remedy = "clip" if current else "weight", "change the bound"
         ends = {(one.kind, other.kind) for key in changed for one, other in zip(a[key], b[key], strict=False)}
@@ -245,7 +242,7 @@ class Comparison:
             remedy = "keep the weight at the bound, do not set it to 0"
         elif ends == {("constant", "zero")}:
             remedy = "set the weight to 0 beyond the bound, do not keep it"
-        if any(b.values()) and all(_mirrored(a[positive, side], b[positive, -side]) for positive, side in SIDES):
+        if any(b.values()) and all(same(a[positive, side], mirrored(b[positive, -side])) for positive, side in SIDES):
             kind, remedy = "inverse", "bound the ratio, not its inverse"
         elif current and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
             kind, remedy = "min-max", "the clip holds back what it should let pass, swap min and max"
@@ -255,58 +252,51 @@ class Comparison:
             kind, remedy = "dual-clip", "for A < 0 bound the loss above (dual clip)"
         elif (summed := self._summed(probe, changed)) is not None:
             kind, remedy = "level", f"the bound is on a {('mean', 'sum')[summed]} over the response, take the other"
-        self._add(kind, f"{text}: {remedy}")
+        self._add(kind, f"{probe.name}: {'; '.join(sides)}: {remedy}")
 
     def _summed(self, probe: Probe, changed: list[tuple[bool, int]]) -> bool | None:
         """Whether it bounds a sum over the response where the objective bounds a mean, or the reverse; None if neither.
 
         A bound on a mean stays where it is when the response is twice as long; one on a sum comes nearer to 1.
         """
+        twice = replace(probe, tokens=2 * TOKENS)
         for key in changed if probe.span == "response" else ():
-            ends = [(one.bends(probe)[key], one.bends(probe, 2 * TOKENS)[key]) for one in (self.mine, self.theirs)]
+            ends = [(one.bends(probe)[key], one.bends(twice)[key]) for one in (self.mine, self.theirs)]
             if all(short and long and short[0].kind == ends[0][0][0].kind for short, long in ends):
                 own, other = (long[0].x / short[0].x < 0.9 for short, long in ends)
                 if own != other:
                     return own
         return None
 
-    def _shape(self) -> None:
-        for (probe, positive), expected in self.theirs.curves.items():
-            own = self.mine.curves[probe, positive]
-            gap = ((own - expected).abs() / (1 + expected.abs())).nan_to_num(9.0)
+    def _apart(self, kind: str, probe: Probe, columns: list[int], remedy: str) -> bool:
+        """Adds the largest difference of the weights of a probe at some of `SHIFTS`; returns whether there is one."""
+        shifts = shifts_of(probe)[columns]
+        for positive, sign in ((True, ">"), (False, "<")):
+            own, other = (one.curves[probe, positive][columns] for one in (self.mine, self.theirs))
+            gap = ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
             if float(gap.max()) > 1e-6:
                 worst = int(gap.argmax())
-                ratio = math.exp(min(float(SHIFTS[worst]), probe.highest))
-                where = f"for A {'>' if positive else '<'} 0 and a ratio of {ratio:.3g}"
-                values = f"{float(own[worst]):.4g}, in {self.name} {float(expected[worst]):.4g}"
-                self._add("shape", f"{probe.name}: {where} the weight is {values}")
-                return
+                where = f"for A {sign} 0 and a log-ratio of {float(shifts[worst]):.4g}"
+                values = f"{float(own[worst]):.4g}, in {self.name} {float(other[worst]) + 0:.4g}"
+                self._add(kind, f"{probe.name}: {where} the weight is {values}{remedy}")
+                return True
+        return False
+
+    def _shape(self) -> None:
+        inner = list(range(1, len(SHIFTS) - 1))
+        any(self._apart("shape", probe, inner, "") for probe in PROBES)
 
     def _exponent(self) -> None:
         others = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
-        if self._has(*others, "normalized-advantage", "batch-statistics"):
-            return
-        for positive, expected in self.theirs.far.items():
-            own = self.mine.far[positive]
-            gap = (own - expected).abs() / (1 + expected.abs())
-            if not float(gap.max()) <= 1e-6:
-                worst = int(gap.nan_to_num(math.inf).argmax())
-                where = f"for A {'>' if positive else '<'} 0 the weight at a log-ratio of {(-FAR, FAR)[worst]:g}"
-                values = f"{float(own[worst]):.3g}, in {self.name} {float(expected[worst]) + 0:.3g}"
-                self._add("exponent", f"{where} is {values}: clamp log-ratios to ±20 before exp")
-                return
+        if not self._has(*others, "normalized-advantage", "batch-statistics"):
+            self._apart("exponent", DRIFT, [0, len(SHIFTS) - 1], ": clamp log-ratios to ±20 before exp")
 
     def _zero_advantage(self) -> None:
         """KL, entropy and regression: what is left where advantages are 0."""
         mine, theirs = self.mine, self.theirs
-        if _gap(mine.kl_curve, theirs.kl_curve) > 1e-7:
+        read = slice(len(TO_REFERENCE) if theirs.kl_form[0] == "none" else None)  # of no KL nothing is weighted
+        if _gap(mine.kl_curve[read], theirs.kl_curve[read]) > 1e-7:
             self._add("kl", f"the KL term is {_kl_words(mine)}, in {self.name} {_kl_words(theirs)}: change it")
-        elif kl_form(theirs)[0] != "none" and _gap(mine.kl_weighted, theirs.kl_weighted) > 1e-7:
-            own, other = (
-                ", ".join(f"{float(x):.4g}" for x in one.kl_weighted / one.kl_weighted[0]) for one in (mine, theirs)
-            )
-            where = "where nothing, μ, or π_old is 0.5 nats away"
-            self._add("kl", f"the KL term has the weights {own} {where}, in {self.name} {other}: weigh it as that does")
         gap = (mine.pull - theirs.pull).abs()
         if not float(gap.max()) <= 1e-7 and not self.found:
             worst = int(gap.argmax())
@@ -315,18 +305,12 @@ class Comparison:
             kind = "policy" if float(gap[:4].max()) <= 1e-7 else "zero-advantage"
             self._add(kind, f"at A = 0 a response whose {who} moved by {nats:g} nats a token has the gradient {values}")
 
-    def _padded(self) -> list[tuple[tuple[str, str], str]]:
-        return [(key, what) for key, what in self.mine.padding.items() if key not in self.theirs.padding]
-
     def _padding(self) -> None:
-        counted = {name: change for (name, kind), change in self._padded() if kind == "counted"}
-        if "reference" in counted:
-            change = f"where another `reference` changes the loss by {counted['reference']}"
-            self._add("kl-padding", f"the KL term counts padding, {change}: select it by the mask")
-        elif counted:
-            name, change = next(iter(counted.items()))
-            text = f"another `{name}` at padding changes the loss by {change}"
-            self._add("padding", f"{text}: select by the mask before summing")
+        counted = self.mine.padding["number"]
+        for name in sorted(counted, key=lambda name: name != "reference")[:1]:
+            kind, what = ("kl-padding", "the KL term") if name == "reference" else ("padding", "the loss")
+            change = f"another `{name}` there changes the loss by {counted[name]:.3g}"
+            self._add(kind, f"{what} counts padding, {change}: select by the mask before summing")
 
     def _denominator(self) -> None:
         (own, factor), (other, expected) = self.mine.aggregation, self.theirs.aggregation
@@ -368,42 +352,18 @@ class Comparison:
                 self._add("value", f"gradients are equal, the value is not: {values} {batch}")
 
 
-def level_of(readings: Readings, positive: bool = True) -> str:
-    """Returns over which tokens the ratio of the current policy is taken, near a ratio of 1."""
-    before, after = (abs(readings.exponent(positive, "current", place)) for place in ("before", "after"))
-    if max(before, after) < 1e-4:
-        return "token"
-    if before < 1e-4:
-        return "prefix" if after > 0.5 else "prefix_geometric"
-    return "sequence" if before > 0.5 else "geometric"
-
-
-def kl_form(readings: Readings) -> tuple[str, float]:
-    """Returns the estimator of the KL term and its coefficient; ("none", 0) without one, ("other", nan) if unknown."""
-    curve = readings.kl_curve
-    if float(curve.abs().max()) < 1e-9:
-        return "none", 0.0
-    for kind, form in FORMS.items():
-        coefficient = float((curve * form).sum() / form.square().sum())
-        if _gap(curve, coefficient * form) < 1e-7 * max(1.0, abs(coefficient)):
-            weighted = float((readings.kl_weighted - readings.kl_weighted[0]).abs().max()) > 1e-9
-            return "unbiased" if kind == "k2" and weighted else kind, coefficient
-    return "other", math.nan
-
-
 def _kl_words(readings: Readings) -> str:
-    kind, coefficient = kl_form(readings)
-    return {"none": "none", "other": "of no known form"}.get(kind) or f"{kind} with the coefficient {coefficient:.4g}"
+    kind, coefficient = readings.kl_form
+    if kind == "none":
+        return "none"
+    weights = zip(("μ", "π_old"), readings.kl_weights.tolist(), strict=True)
+    weighted = [f", {times:.4g} times where {who} is 0.5 nats away" for who, times in weights if abs(times - 1) > 1e-9]
+    form = "of no known form" if kind == "other" else f"{kind} with the coefficient {coefficient:.4g}"
+    return "".join([form, *weighted])
 
 
 def _powers(powers: dict[str, float]) -> str:
     return " ".join(f"{NAMES[name]}^{power:.3g}" for name, power in powers.items() if abs(power) > 1e-3) or "no policy"
-
-
-def _mirrored(a: Bends, b: Bends) -> bool:
-    """Whether the bends of one are at the inverse ratios of those of the other."""
-    near = [abs(p.x + q.x) <= 1e-4 * max(abs(q.x), 1e-3) + 1e-7 for p, q in zip(a, b, strict=False) if p.kind == q.kind]
-    return len(a) == len(b) == sum(near)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from trimtab.check_loss import probes
-from trimtab.check_loss.differences import KINDS, Comparison, Difference, kl_form, level_of
+from trimtab.check_loss.differences import KINDS, Comparison, Difference
 from trimtab.check_loss.probes import RARE, TOKENS, Probe, of_objective
-from trimtab.check_loss.readings import Readings
+from trimtab.check_loss.readings import SHIFTS, SIGNS, Readings
 from trimtab.corrections.divergences import per_token
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, PrefixBudget
 from trimtab.corrections.ratios import Ratios
@@ -38,15 +38,25 @@ OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan"}
 """Differences that other parts would not remove."""
 MINOR = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
 """How much a difference of a kind counts; all others count 1 and more, the more the earlier in `KINDS`."""
+AT = {shift: place for place, shift in enumerate(SHIFTS.tolist())}
+"""Shift -> its place in `SHIFTS`."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An objective with the bounds of a loss. differences: what is left. settings: lines of a recipe."""
+    """An objective with the bounds of a loss, by the keys of `[objective]` in a recipe. differences: what is left."""
 
-    objective: Objective
-    differences: tuple[Difference, ...]
     settings: tuple[tuple[str, Any], ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def name(self) -> str:
+        return dict(self.settings)["name"]
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of a recipe."""
+        return [f"{key} = {_toml(value)}" for key, value in self.settings]
 
     @property
     def same_parts(self) -> bool:
@@ -70,20 +80,14 @@ def identify(readings: Readings) -> list[Candidate]:
 def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidate]:
     """Returns what is equal, or else the nearest, nearest first."""
     shaped = [fitted(base, readings) if type(base.surrogate) in BENDING else base for base in bases]
-    near = sorted(
-        ((_distance(readings, base), number, base) for number, base in enumerate(shaped)), key=lambda one: one[:2]
-    )
-    alike = [base for gap, _, base in near if gap < 2e-3] or [base for _, _, base in near[:NEAREST]]
-    ranked = []
-    for number, base in enumerate(alike):
-        objective = fitted(base, readings)
-        ranked.append((_gap(readings, reference(objective)), number, objective))
+    near = sorted(shaped, key=partial(_distance, readings))
+    alike = [base for base in near if _distance(readings, base) < 2e-3] or near[:NEAREST]
     found: list[Candidate] = []
-    for gap, _, objective in sorted(ranked, key=lambda one: one[:2]):
-        if gap > 1e-8 and (len(found) >= NEAREST or any(one.same_parts for one in found)):
+    for objective in sorted((fitted(base, readings) for base in alike), key=partial(_gap, readings)):
+        if _gap(readings, objective) > 1e-8 and (len(found) >= NEAREST or any(one.same_parts for one in found)):
             break
         differences = tuple(Comparison(readings, reference(objective), objective.name).differences())
-        found.append(Candidate(objective, differences, settings_of(objective)))
+        found.append(Candidate(settings_of(objective), differences))
     return sorted(found, key=_order)
 
 
@@ -109,16 +113,16 @@ def _distance(readings: Readings, base: Objective) -> float:
     return max(abs(readings.exponents[key] - value) for key, value in expected.items())
 
 
-def _gap(mine: Readings, theirs: Readings) -> float:
+def _gap(readings: Readings, objective: Objective) -> float:
     """Returns how far gradients are apart on random batches, whatever their size: cheaper than all differences."""
-    pairs = [(a.gradient, b.gradient) for a, b in zip(mine.random, theirs.random, strict=True)]
-    scaled = [(a / a.norm().clamp(min=1e-12), b / b.norm().clamp(min=1e-12)) for a, b in pairs]
-    return max(float((a - b).nan_to_num(1.0).abs().max()) for a, b in scaled)
+    pairs = zip(readings.random, reference(objective).random, strict=True)
+    units = [[one.gradient / one.gradient.norm().clamp(min=1e-12) for one in pair] for pair in pairs]
+    return max(float((a - b).nan_to_num(1.0).abs().max()) for a, b in units)
 
 
 def _compositions(readings: Readings) -> Iterator[Objective]:
     """Objectives of parts, at the level that was read: what no preset combines."""
-    level, weights = level_of(readings), [None]
+    level, weights = readings.level(), [None]
     if any(readings.bends(probes.MISMATCH).values()) or abs(readings.exponent(True, "behavior")) > 1e-3:
         weights += [Weight(kind, bound, low, 2.0) for kind in ("token", "sequence") for bound, low in _BOUNDS]
     for over, surrogate in product(("proximal", "behavior"), SURROGATE_PARTS):
@@ -136,32 +140,30 @@ _BOUNDS = (("truncate", None), ("mask", 0.5), ("clip", 0.5))
 
 def settings_of(objective: Objective) -> tuple[tuple[str, Any], ...]:
     """Returns the keys of `[objective]` in a recipe: the name, and what differs from its defaults."""
-    preset = PRESETS.get(objective.name)
-    if preset is not None:
-        values = {key: value_at(objective, path) for key, path in preset.paths.items()}
-        changed = [(key, value) for key, value in values.items() if value not in (None, preset.defaults[key])]
-        if preset.defaults.get("clip_dual") is not None and value_at(objective, "surrogate.dual") is None:
-            changed.append(("surrogate", {"kind": _kind(objective.surrogate), **_table(objective.surrogate)}))
-            changed = [(key, value) for key, value in changed if not preset.paths.get(key, "").startswith("surrogate.")]
+    preset = PRESETS.get(objective.name, COMPOSED)
+    if preset.defaults.get("clip_dual") is not None and value_at(objective, "surrogate.dual") is None:
+        preset = COMPOSED  # no keyword takes the dual clip out of a preset
+    values = {key: value_at(objective, path) for key, path in preset.paths.items()}
+    changed = [(key, value) for key, value in values.items() if value not in (None, preset.defaults[key])]
+    if preset is not COMPOSED:
         return (("name", objective.name), *changed)
-    tables: list[tuple[str, Any]] = [("name", "composed"), ("ratio", _table(objective.ratio))]
-    tables.append(("surrogate", {"kind": _kind(objective.surrogate), **_table(objective.surrogate)}))
-    if objective.weight is not None:
-        tables.append(("weight", _table(objective.weight)))
-    aggregation = objective.aggregation
-    tables += [("aggregation", aggregation.kind)] if aggregation.kind != "token-mean" else []
-    tables += [("length_max", aggregation.length_max)] if aggregation.length_max is not None else []
-    tables += [("kl", objective.kl.kind), ("kl_coef", objective.kl.coef)] if objective.kl.coef else []
-    return tuple(tables)
-
-
-def _kind(part: Surrogate) -> str:
-    return next(name for name, kind in SURROGATES.items() if type(part) is kind)
+    kind = next(name for name, kind in SURROGATES.items() if type(objective.surrogate) is kind)
+    tables = {"ratio": _table(objective.ratio), "surrogate": {"kind": kind, **_table(objective.surrogate)}}
+    tables |= {} if objective.weight is None else {"weight": _table(objective.weight)}
+    return (("name", COMPOSED.objective.name), *tables.items(), *changed)
 
 
 def _table(part: Any) -> dict[str, Any]:
     values = {item.name: getattr(part, item.name) for item in fields(part)}
     return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else f"{value:.6g}"
 
 
 Place = tuple[Probe | None, bool, int]
@@ -174,7 +176,8 @@ BOUNDS: dict[type, dict[str, tuple[Place, Callable[[float], float]]]] = {
         "high": ((probes.DRIFT, True, 1), lambda x: math.expm1(x / 2)),
         "low": ((probes.DRIFT, True, -1), lambda x: -math.expm1(x / 2)),
     },
-    GeometricClip: {"high": ((probes.DRIFT, True, 1), lambda x: x), "low": ((probes.DRIFT, False, -1), lambda x: -x)},
+    GeometricClip: {"high": (UPPER, lambda x: x), "low": (LOWER, lambda x: -x)},
+    GrowingClip: {"high": (UPPER, lambda x: x), "low": (LOWER, lambda x: -x), "dual": (DUAL, lambda x: x)},
     Band: {"max": ((probes.MISMATCH_ALL, True, 1), math.exp), "min": ((probes.MISMATCH_ALL, True, -1), math.exp)},
     OPSM: {"delta": ((probes.MISMATCH_ALL, False, -1), lambda x: -x)},
 }
@@ -193,7 +196,7 @@ def fitted(base: Objective, readings: Readings) -> Objective:
     for name, fit in fits.items():
         try:
             base = replace(base, **{name: fit()})
-        except (ValueError, OverflowError):
+        except (ValueError, ArithmeticError):
             continue
     return base
 
@@ -204,23 +207,23 @@ def tidy(value: float) -> float:
     return short if abs(value - short) <= 2e-6 * abs(value) else float(f"{value:.6g}")
 
 
-def _bend(readings: Readings, probe: Probe, positive: bool, direction: int) -> float | None:
-    """Returns the first sharp bend in nats."""
+def _bend(readings: Readings, probe: Probe, positive: bool, direction: int) -> float:
+    """Returns the first sharp bend in nats, NaN without one."""
     bends = readings.bends(probe)[positive, direction]
-    return bends[0].x if bends and bends[0].kind in ("zero", "constant", "jump") else None
+    return bends[0].x if bends and bends[0].kind in ("zero", "constant", "jump") else math.nan
 
 
-def _changed(part: Any, found: dict[str, float | None]) -> Any:
-    """Returns the part with the fields changed that were found."""
-    return replace(part, **{name: tidy(value) for name, value in found.items() if value is not None})
+def _changed(part: Any, found: Mapping[str, float]) -> Any:
+    """Returns the part with the fields changed that were found, which are not NaN."""
+    return replace(part, **{name: tidy(value) for name, value in found.items() if not math.isnan(value)})
 
 
 def _bounds(part: Any, readings: Readings, own: Probe, factor: float = 1) -> Any:
     """Returns the part with bounds from `BOUNDS`. own: the probe of its level. factor: tokens that a shift adds up."""
-    found: dict[str, float | None] = {}
+    found: dict[str, float] = {}
     for name, ((probe, positive, direction), to_bound) in BOUNDS[type(part)].items():
         x = _bend(readings, probe or own, positive, direction)
-        found[name] = None if x is None else to_bound(x * (1 if probe else factor))
+        found[name] = to_bound(x if probe else factor * x)
     return _changed(part, found)
 
 
@@ -230,13 +233,10 @@ def _surrogate(base: Objective, readings: Readings) -> Surrogate:
     factor = TOKENS if level == "sequence" else 1
     if isinstance(part, Clipped):
         part = replace(part, dual=None)
+    if isinstance(part, GrowingClip | GeometricClip):  # at the second token
+        own, factor = probes.DRIFT, 2**-part.power if isinstance(part, GrowingClip) else 1
     if type(part) in BOUNDS:
         return _bounds(part, readings, own, factor)
-    if isinstance(part, GrowingClip):
-        growth = 2**part.power  # at the second token
-        places = {"high": (True, 1, 1), "low": (False, -1, -1), "dual": (False, 1, 1)}
-        xs = {name: (_bend(readings, probes.DRIFT, *place[:2]), place[2]) for name, place in places.items()}
-        return _changed(part, {name: None if x is None else sign * x / growth for name, (x, sign) in xs.items()})
     if isinstance(part, Reinforce):
         # For A < 0 first: an outward mask may hide it for A > 0.
         bends = [bend for positive in (False, True) for bend in readings.bends(own)[positive, 1]]
@@ -247,26 +247,23 @@ def _surrogate(base: Objective, readings: Readings) -> Surrogate:
 
 def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
     """Fits what has no edges, from a few weights (`SHIFTS`)."""
-    curves, found = readings.curves, dict[str, float | None]()
+    curves, found = readings.curves, dict[str, float]()
     signs = (("positive", True), ("negative", False))
     if isinstance(part, SoftGate):
         for name, positive in signs:
-            weight = float(curves[probes.DRIFT, positive][5]) / math.exp(0.5)
-            found[name] = 2 * math.acosh(1 / math.sqrt(weight)) / math.expm1(0.5) if 0 < weight < 1 else None
+            weight = float(curves[probes.DRIFT, positive][AT[0.5]]) / math.exp(0.5)
+            found[name] = 2 * math.acosh(1 / math.sqrt(weight)) / math.expm1(0.5)
     elif isinstance(part, GammaWeight):
         rows = [[x, -math.expm1(x)] for x in (-0.1 * TOKENS, 0.1 * TOKENS)]
         for name, positive in signs:
-            weights = curves[probes.DRIFT_ALL, positive][3:5]
-            if float(weights.min()) > 0:
-                k1, k2 = torch.linalg.solve(torch.tensor(rows).double(), weights.log()).tolist()
-                found |= {f"k1_{name}": k1, f"k2_{name}": k2}
+            weights = curves[probes.DRIFT_ALL, positive][[AT[-0.1], AT[0.1]]]
+            powers = torch.linalg.solve(torch.tensor(rows).double(), weights.log()).tolist()
+            found |= zip((f"k1_{name}", f"k2_{name}"), powers, strict=True)
     elif isinstance(part, QuadraticPenalty):
         excess = math.expm1(0.1)
-        short = 1 - float(curves[probes.DRIFT, True][4]) / (1 + excess)
-        found["epsilon"] = math.exp(RARE) * excess / short if short > 0 else None
+        found["epsilon"] = math.exp(RARE) * excess / (1 - float(curves[probes.DRIFT, True][AT[0.1]]) / (1 + excess))
     elif isinstance(part, Regression):
-        beta = float(readings.pull[3]) / TOKENS
-        found["beta"] = beta if beta > 0 else None
+        found["beta"] = float(readings.pull[3]) / TOKENS
     return _changed(part, found)
 
 
@@ -274,47 +271,34 @@ def _weight(part: Weight, readings: Readings) -> Weight:
     """Fits the bounds, beyond which a weight is 0 (mask) or constant (truncate, clip)."""
     probe = probes.MISMATCH_MEAN if part.level == "token" else probes.MISMATCH_ALL
     factor = {"token": 1, "sequence": TOKENS, "turn": 2}.get(part.level, 1)
-    beyond = "zero" if part.bound == "mask" else "constant"
-    found: dict[str, float | None] = {}
-    for name, direction in (("max", 1), ("min", -1)):
-        bends = [bends[:1] for positive in (True, False) if (bends := readings.bends(probe)[positive, direction])]
-        xs = [first.x for (first,) in bends if first.kind == beyond]
-        found[name] = math.exp(factor * xs[0]) if xs else None
-    if part.bound == "mask" and found["min"] is None:
-        found["min"] = 0.0
-    return _changed(part, {**found, "min": None} if part.bound == "truncate" else found)
+    beyond, least = ("zero", 0.0) if part.bound == "mask" else ("constant", math.nan)
+    found: dict[str, float] = {}
+    for name, direction, default in (("max", 1, math.nan), ("min", -1, least))[: 1 if part.bound == "truncate" else 2]:
+        bends = [side[0] for positive in SIGNS if (side := readings.bends(probe)[positive, direction])]
+        found[name] = next((math.exp(factor * bend.x) for bend in bends if bend.kind == beyond), default)
+    return _changed(part, found)
 
 
 def _mask(rule: Mask, readings: Readings) -> Mask:
     if type(rule) in BOUNDS:
         return _bounds(rule, readings, probes.MISMATCH_ALL)
     if isinstance(rule, PrefixBudget):
-        return _budget(rule, readings)
+        # The second of n tokens has the weight 1 - (1 - weight_min) / (n - 1).
+        ends = {probe.tokens - 1: _bend(readings, probe, True, 1) for probe in (probes.DRIFT, probes.DRIFT_LONG)}
+        (n, short), (m, long) = ((n, math.exp(RARE) * math.expm1(x)) for n, x in ends.items())
+        falls = (short - long) / (short / n - long / m)
+        return _changed(rule, {"max": long * (1 - falls / m), "weight_min": 1 - falls})
     if not isinstance(rule, Divergence):
         return rule
     of_mean = probes.DRIFT_ALL if rule.over == "current" else probes.MISMATCH_ALL
     probe = {"token": probes.DRIFT_FREQUENT, "max": probes.DRIFT_LONG}.get(rule.reduce, of_mean)
-    x = _bend(readings, probe, True, 1)
-    return _changed(rule, {"max": None if x is None else _divergence(rule, probe, x)})
-
-
-def _budget(rule: PrefixBudget, readings: Readings) -> PrefixBudget:
-    """Fits bound and smallest weight: the second of n tokens has the weight 1 - (1 - weight_min) / (n - 1)."""
-    ends = [_bend(readings, probe, True, 1) for probe in (probes.DRIFT, probes.DRIFT_LONG)]
-    if ends[0] is None or ends[1] is None:
-        return rule
-    short, long = (math.exp(RARE) * math.expm1(x) for x in ends if x is not None)
-    n, m = probes.DRIFT.tokens - 1, probes.DRIFT_LONG.tokens - 1
-    falls = (short - long) / (short / n - long / m)
-    return _changed(rule, {"max": long * (1 - falls / m), "weight_min": 1 - falls})
-
-
-def _divergence(rule: Divergence, probe: Probe, x: float) -> float:
-    """Returns the divergence of a row that a probe shifts by x."""
-    batch = {name: value[1:] for name, value in probe.batch(torch.tensor([x]).double(), 1.0).items()}
+    # The divergence of a row that is shifted as far.
+    shift = torch.tensor([_bend(readings, probe, True, 1)]).double()
+    batch = {name: value[1:] for name, value in probe.batch(shift, 1.0).items()}
     ratios = Ratios(torch.where(batch["mask"], batch["current"] - batch["behavior"], 0.0), Sequences(batch["mask"]))
     values = per_token(rule.kind, ratios, batch["behavior"])[batch["mask"]]
-    return float({"token": values.max, "max": values.max, "mean": values.mean, "sum": values.sum}[rule.reduce]())
+    reduced = {"token": values.max, "max": values.max, "mean": values.mean, "sum": values.sum}[rule.reduce]
+    return _changed(rule, {"max": float(reduced())})
 
 
 def _aggregation(part: Aggregation, readings: Readings) -> Aggregation:
@@ -328,7 +312,7 @@ def _aggregation(part: Aggregation, readings: Readings) -> Aggregation:
 
 
 def _kl(surrogate: Surrogate, readings: Readings) -> KL:
-    kind, coefficient = kl_form(readings)
+    kind, coefficient = readings.kl_form
     if isinstance(surrogate, Regression):
         coefficient *= 2 * surrogate.beta  # which is its gradient for each unit of A
     return KL(kind, tidy(coefficient)) if kind in ("k1", "k2", "k3", "unbiased") and coefficient > 0 else KL()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -64,10 +63,9 @@ def _answer(
     spec: str,
     arguments: Mapping[str, Any],
     ignore: Sequence[str],
-    command: str,
     trusted: bool = False,
 ) -> dict[str, Any]:
-    """Returns the answer as values, "text" and, where there is a `command` to show on it, "html".
+    """Returns the answer as values, and as "text".
 
     objective: an `[objective]` section; None for which it is. trusted: whether it may name functions to load.
     """
@@ -77,14 +75,8 @@ def _answer(
 
     with nullcontext() if trusted else only_named(frozenset()):
         expected = None if objective is None else from_section(objective)
-    loss = of_function(_load(target), arguments, target)
-    answer = check(loss, expected, spec=spec, ignore=ignore)
-    found = {"values": answer.as_dict(), "text": answer.text()}
-    if command:
-        from trimtab.check_loss.loss_page import page
-
-        found["html"] = page(answer, command)
-    return found
+    answer = check(of_function(_load(target), arguments, target), expected, spec=spec, ignore=ignore)
+    return {**answer.as_dict(), "text": answer.text()}
 
 
 def _load(target: str) -> Any:
@@ -92,43 +84,18 @@ def _load(target: str) -> Any:
     place, _, name = target.rpartition(":")
     outer, *inner = name.split(".")
     if place.endswith(".py"):
-        found: Any = _of_file(Path(place).resolve(), outer, target)
-    else:
-        allow_code()
-        found = load_function(f"{place}:{outer}", "loss")
+        file = Path(place).resolve()
+        if file.stem in sys.modules:
+            raise TrimtabError(f"{file.name} has the name of a module that is loaded already: rename it")
+        os.chdir(file.parent)  # where `load_function` looks first
+        sys.path.insert(0, str(file.parent))  # what the function imports when it runs
+        place = file.stem
+    allow_code()
+    found: Any = load_function(f"{place}:{outer}", "loss")
     for part in inner:
         if not hasattr(found, part):
             raise TrimtabError(f"loss {target!r}: no {part!r} in {outer!r}{did_you_mean(part, vars(found))}")
         found = getattr(found, part)
-    if not callable(found) or isinstance(found, type):
-        kind = "a class" if isinstance(found, type) else type(found).__name__
-        raise TrimtabError(f"loss {target!r} is {kind}: name a function, or a method of a TRL trainer")
+    if not callable(found):
+        raise TrimtabError(f"loss {target!r} is {type(found).__name__}: name a function, or a method of a TRL trainer")
     return found
-
-
-def _of_file(file: Path, name: str, target: str) -> Any:
-    """Returns what a file defines under a name: of that very file, whatever else has its name."""
-    sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(f"checked_{abs(hash(file))}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise TrimtabError(f"loss {target!r}: the file has no {name!r}{did_you_mean(name, vars(module))}")
-    return getattr(module, name)
-
-
-def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
-    """Returns `NAME=VALUE` as a mapping: numbers, true, false and null as such, anything else as text."""
-    parsed: dict[str, Any] = {}
-    for item in given:
-        key, sign, value = item.partition("=")
-        if not (key and sign):
-            raise TrimtabError(f"--arguments {item}: write NAME=VALUE")
-        try:
-            parsed[key] = json.loads(value)
-        except ValueError:
-            parsed[key] = value
-    return parsed

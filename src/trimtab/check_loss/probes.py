@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trimtab.objectives import Objective, PolicyLogps
-from trimtab.objectives.state import State
 
 Batch = dict[str, Tensor]
 """The fields of `PolicyLogps` and `advantage`, (batch, 1)."""
@@ -82,14 +81,13 @@ class Probe:
         """The largest shift: no log-prob may exceed 0."""
         return 3.0 if self.moved == RARE else 0.25
 
-    def batch(self, shifts: Tensor, advantage: float, tokens: int = 0) -> Batch:
-        """Returns a batch of a row without a shift and one row for each. tokens: in place of those of the probe."""
-        tokens = tokens or self.tokens
-        batch = of_rows(len(shifts) + 1, advantage, self.moved, tokens)
-        columns = torch.arange(tokens + 2)[None]
+    def batch(self, shifts: Tensor, advantage: float) -> Batch:
+        """Returns a batch of a row without a shift and one row for each."""
+        batch = of_rows(len(shifts) + 1, advantage, self.moved, self.tokens)
+        columns = torch.arange(self.tokens + 2)[None]
         shift = torch.cat([shifts.new_zeros(1), shifts])[:, None]
         where = columns == MOVED if self.span == "token" else batch["mask"]
-        factor = torch.where(columns == MOVED, 1.0, -1 / (tokens - 1) if self.span == "mean" else 1.0).double()
+        factor = torch.where(columns == MOVED, 1.0, -1 / (self.tokens - 1) if self.span == "mean" else 1.0).double()
         # A shift upwards starts from below.
         low = (shift - 3).clamp(min=0) * (self.moved == RARE) + 3.0 * (self.span != "token")
         for name in (*POLICIES, "reference"):
@@ -140,10 +138,14 @@ def random_batch(seed: int, spread: float, rows: int = 6, width: int = 12) -> Ba
 
 @dataclass(frozen=True)
 class Update:
-    """The batch of a whole optimizer update, and the number of micro-batches that it is split into."""
+    """The batch of a whole optimizer update, and the number of micro-batches that it is split into.
+
+    counted: whether its counts are passed to a loss that has defaults for them.
+    """
 
     batch: Batch
     parts: int = 1
+    counted: bool = True
 
     @property
     def tokens(self) -> Tensor:
@@ -167,21 +169,17 @@ class Reading:
 
 @dataclass
 class Loss:
-    """A loss. call: returns the scalar loss of a batch, which is a part of an update. inputs: how it was called.
-
-    without_counts: the call with the defaults of parameters that take counts of the update, None without defaults.
-    """
+    """A loss. call: returns the scalar loss of a batch, which is a part of an update. inputs: how it was called."""
 
     name: str
     call: Callable[[Batch, Update], Tensor]
     inputs: str = ""
-    without_counts: Callable[[Batch, Update], Tensor] | None = None
 
     def read(self, batch: Batch, update: Update | None = None) -> Reading:
         """Evaluates it with gradients. Without `update` the batch is the whole update."""
         names = ("current", "advantage", "head_current", "entropy")
         leaves = {name: batch[name].clone().requires_grad_() for name in names}
-        given = {**{name: value.clone() for name, value in batch.items()}, **leaves}
+        given = {name: value.clone() for name, value in (batch | leaves).items()}  # no leaves: it may write into them
         torch.manual_seed(0)  # a loss that draws tokens draws the same ones
         value = self.call(given, Update(given) if update is None else update)
         gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -195,7 +193,7 @@ class Loss:
     def silent(self) -> bool:
         """Whether no gradient is left at A = 0: no KL, no entropy, no regression."""
         batch = of_rows(4, 0.0, RARE)
-        for row, name in enumerate(("current", "reference", "behavior", "proximal")):
+        for row, name in enumerate((*POLICIES, "reference")):
             batch[name][row] -= 0.3
         return not bool(self.read(batch).gradient.count_nonzero())
 
@@ -209,18 +207,13 @@ class Loss:
 
 def of_objective(objective: Objective) -> Loss:
     """Returns an objective as a loss, with the name of the objective."""
-    fields = {*POLICIES, "mask", *objective.needs}
+    fields = sorted({*POLICIES, "mask", *objective.needs})
 
     def logps(batch: Batch) -> PolicyLogps:
-        return PolicyLogps(**{name: batch[name] for name in sorted(fields)})
-
-    prepared: list[tuple[Update, State]] = []
+        return PolicyLogps(**{name: batch[name] for name in fields})
 
     def call(batch: Batch, update: Update) -> Tensor:
-        if update.batch is batch:
-            return objective(logps(batch), batch["advantage"]).loss
-        if not prepared or prepared[0][0] is not update:
-            prepared[:] = [(update, objective.prepare(logps(update.batch), update.batch["advantage"]))]
-        return objective(logps(batch), batch["advantage"], state=prepared[0][1]).loss
+        whole = None if update.batch is batch else objective.prepare(logps(update.batch), update.batch["advantage"])
+        return objective(logps(batch), batch["advantage"], state=whole).loss
 
     return Loss(objective.name, call)

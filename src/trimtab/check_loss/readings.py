@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise, product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +33,13 @@ SIGNS = {True: UP, False: DOWN}
 """Whether A > 0 -> the advantage of the probes."""
 POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
 """Shifts at which every curve is read, upwards and, with the other sign, downwards."""
-SHIFTS = torch.tensor([-2.0, -1.0, -0.5, -0.1, 0.1, 0.5, 1.0, 2.0]).double()
-TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0, 3.0]).double()
-FAR = 25.0
+SMALL, FAR = 5 * STEP, 25.0
+_SHIFTS = (SMALL, 0.1, 0.5, 1.0, 2.0, FAR)
+SHIFTS = torch.tensor([*(-x for x in reversed(_SHIFTS)), *_SHIFTS], dtype=torch.float64)
+"""Shifts at which every probe is read: the inner two give a second derivative, the outer two show exp without bound."""
+TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()
+FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
+"""Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
 ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
 PLACES = {"own": MOVED, "before": 0, "after": 3}
@@ -44,6 +47,7 @@ SPLITS = {"two": ([6, 3, 4, 1, 5], (2, 5)), "two of as many responses": ([6, 3, 
 """Lengths of responses, and the rows after which a micro-batch ends."""
 SPREADS = (5e-5, 2e-3, 0.1, 0.6)
 """Nats between the policies of the random batches."""
+RANDOM = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
 
 DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "token-mean": lambda n, _: n.sum(),
@@ -58,12 +62,9 @@ DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
 UNKNOWN = "none of the known"
 
 
-class Neutral(NamedTuple):
-    """Where all policies are equal: gradient for each advantage, dL/dA odd in A, and the batch."""
-
-    gradient: Tensor
-    by_advantage: Tensor
-    batch: Batch
+def shifts_of(probe: Probe) -> Tensor:
+    """Returns `SHIFTS`, as far as a probe goes: one token alone can be anywhere."""
+    return SHIFTS if probe is probes.DRIFT else SHIFTS.clamp(-3.0, probe.highest)
 
 
 @dataclass
@@ -71,34 +72,32 @@ class Readings:
     """The readings of a loss. Weights are relative to that where all policies are equal."""
 
     loss: Loss
-    _bends: dict[tuple[Probe, int], dict[tuple[bool, int], Bends]] = field(default_factory=dict)
+    _bends: dict[Probe, dict[tuple[bool, int], Bends]] = field(default_factory=dict)
 
     @cached_property
-    def neutral(self) -> Mapping[str, Neutral]:
-        shapes = {"plain": ([6, 3, 4, 1], 8), "wide": ([6, 3, 4, 1], 12)}
-        shapes |= {"empty": ([6, 3, 4, 1, 0], 8), "more": ([6, 3, 4, 1, 6, 6, 2], 8)}
-        result = {}
-        for name, (lengths, width) in shapes.items():
-            batch = of_lengths(lengths, width)
-            up, down = self.loss.read(batch), self.loss.read({**batch, "advantage": -batch["advantage"]})
-            odd = -(up.by_advantage + down.by_advantage).sum(1) / 2
-            result[name] = Neutral(self.loss.policy_gradient(batch), odd, batch)
-        return result
+    def neutral(self) -> Mapping[str, tuple[Batch, Tensor]]:
+        """Batches where all policies are equal, and the gradient for each advantage."""
+        batches = {
+            "plain": of_lengths([6, 3, 4, 1]),
+            "wide": of_lengths([6, 3, 4, 1], 12),
+            "empty": of_lengths([6, 3, 4, 1, 0]),
+            "more": of_lengths([6, 3, 4, 1, 6, 6, 2]),
+        }
+        return {name: (batch, self.loss.policy_gradient(batch)) for name, batch in batches.items()}
+
+    @cached_property
+    def by_advantage(self) -> Tensor:
+        """The derivative by the advantage of each response, (rows,), odd in it, where all policies are equal."""
+        batch, _ = self.neutral["plain"]
+        up, down = (self.loss.read({**batch, "advantage": sign * batch["advantage"]}) for sign in (1, -1))
+        return -(up.by_advantage + down.by_advantage).sum(1) / 2
 
     @cached_property
     def flat(self) -> Tensor:
         """The gradient for each advantage where all policies are equal and all log-probs too, which are -1 there."""
-        batch = self.neutral["plain"].batch
+        batch, _ = self.neutral["plain"]
         same = {name: torch.full_like(batch[name], -1.0) for name in (*POLICIES, "reference")}
         return self.loss.policy_gradient({**batch, **same})
-
-    @cached_property
-    def lifted(self) -> Tensor:
-        """The same where the current policy is a nat above the proximal one, and that a nat above the sampler."""
-        batch = self.neutral["plain"].batch
-        return self.loss.policy_gradient(
-            {**batch, **{name: batch[name] - low for name, low in zip(POLICIES, (2, 3, 4), strict=True)}}
-        )
 
     @cached_property
     def aggregation(self) -> tuple[str, float]:
@@ -106,7 +105,7 @@ class Readings:
         best = (UNKNOWN, math.nan, math.inf)
         for name, denominator in DENOMINATORS.items():
             products = []
-            for gradient, _, batch in self.neutral.values():
+            for batch, gradient in self.neutral.values():
                 lengths = batch["mask"].sum(1).double()
                 divided = denominator(lengths, batch["mask"].shape[1]).expand(len(lengths))
                 products += (gradient[:, 0] * divided)[lengths > 0].tolist()
@@ -124,7 +123,7 @@ class Readings:
     @cached_property
     def homogeneity(self) -> float:
         """Gradient where all advantages are three times as large, over three times that before: 1 for a linear loss."""
-        batch = self.neutral["plain"].batch
+        batch, _ = self.neutral["plain"]
         zero, one, three = (
             self.loss.read({**batch, "advantage": k * batch["advantage"]}).gradient[0, 0] for k in (0, 1, 3)
         )
@@ -156,50 +155,49 @@ class Readings:
         above, below = (self.exponents[positive, policy, "own", side] for side in (1, -1))
         return abs(above - below)
 
-    def weights(self, probe: Probe, shifts: Tensor, advantage: float, tokens: int = 0) -> Tensor:
+    def level(self, positive: bool = True) -> str:
+        """Returns over which tokens the ratio of the current policy is taken, near a ratio of 1."""
+        before, after = (abs(self.exponent(positive, "current", place)) for place in ("before", "after"))
+        if max(before, after) < 1e-4:
+            return "token"
+        if before < 1e-4:
+            return "prefix" if after > 0.5 else "prefix_geometric"
+        return "sequence" if before > 0.5 else "geometric"
+
+    def weights(self, probe: Probe, shifts: Tensor, advantage: float) -> Tensor:
         """Returns the weights of the moved token at these shifts."""
-        gradient = self.loss.policy_gradient(probe.batch(shifts, advantage, tokens))[:, MOVED]
+        gradient = self.loss.policy_gradient(probe.batch(shifts, advantage))[:, MOVED]
         return gradient[1:] / gradient[0]
 
-    def bends(self, probe: Probe, tokens: int = 0) -> dict[tuple[bool, int], Bends]:
-        """Returns the bends of a probe by sign of A and direction of the shift. tokens: in place of the probe's."""
-        if (probe, tokens) not in self._bends:
-            found = {}
+    def bends(self, probe: Probe) -> dict[tuple[bool, int], Bends]:
+        """Returns the bends of a probe by sign of A and direction of the shift."""
+        if probe not in self._bends:
+            found = self._bends[probe] = {}
             for positive, advantage in SIGNS.items():
-                curve = partial(self.weights, probe, advantage=advantage, tokens=tokens)
+                curve = partial(self.weights, probe, advantage=advantage)
                 for direction, points in ((1, POINTS[probe.highest >= POINTS]), (-1, -POINTS)):
                     found[positive, direction] = find_bends(curve, points)
-            self._bends[probe, tokens] = found
-        return self._bends[probe, tokens]
+        return self._bends[probe]
 
     @cached_property
     def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
-        """The weights at `SHIFTS`, or at the highest shift of a probe."""
+        """The weights at `shifts_of` each probe."""
         return {
-            (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
+            (probe, positive): self.weights(probe, shifts_of(probe), advantage)
             for probe, (positive, advantage) in product(probes.PROBES, SIGNS.items())
         }
 
     @cached_property
-    def far(self) -> Mapping[bool, Tensor]:
-        """The weights at log-ratios of -`FAR` and `FAR`."""
-        shifts = torch.tensor([-FAR, FAR]).double()
-        return {positive: self.weights(probes.DRIFT, shifts, advantage) for positive, advantage in SIGNS.items()}
-
-    @cached_property
-    def padding(self) -> Mapping[tuple[str, str], str]:
-        """Field and "nan" or "counted" -> what NaN or another value at padding changes; only where it does."""
-        batch = self.neutral["plain"].batch
+    def padding(self) -> Mapping[str, Mapping[str, float]]:
+        """Policies whose values at padding count -> the change of the loss, by what is put there: NaN or a number."""
+        batch, _ = self.neutral["plain"]
         before = self.loss.read(batch)
-        result = {}
-        for name in (*POLICIES, "reference"):
-            for kind, value in (("nan", torch.nan), ("counted", -0.7)):
-                after = self.loss.read({**batch, name: torch.where(batch["mask"], batch[name], value)})
-                change = abs(after.loss - before.loss) + float((after.gradient - before.gradient).abs().max())
-                if kind == "nan" and math.isnan(change):
-                    result[name, kind] = "loss and gradient" if math.isnan(after.loss) else "the gradient"
-                elif kind == "counted" and change > 1e-9:
-                    result[name, kind] = f"{after.loss - before.loss:.3g}"
+        result: dict[str, dict[str, float]] = {"nan": {}, "number": {}}
+        for name, (kind, value) in product((*POLICIES, "reference"), (("nan", torch.nan), ("number", -0.7))):
+            after = self.loss.read({**batch, name: torch.where(batch["mask"], batch[name], value)})
+            change = after.loss - before.loss
+            if not abs(change) + float((after.gradient - before.gradient).abs().max()) <= 1e-9:
+                result[kind][name] = change
         return result
 
     @cached_property
@@ -220,19 +218,33 @@ class Readings:
 
     @cached_property
     def kl_curve(self) -> Tensor:
-        """The gradient of a token at A = 0 against log π_ref - log π (`TO_REFERENCE`), in units of `scale`."""
-        batch = of_rows(len(TO_REFERENCE), 0.0)
-        batch["reference"][:, MOVED] += TO_REFERENCE
+        """The gradient of a token at A = 0 against log π_ref - log π, in units of `scale`.
+
+        At `TO_REFERENCE`, then twice at 0.5: where the sampler, and where the proximal policy is 0.5 away.
+        """
+        batch = of_rows(8, 0.0)  # as for `scale`
+        batch["reference"][:, MOVED] += torch.cat([TO_REFERENCE, TO_REFERENCE.new_full((2,), 0.5)])
+        batch["behavior"][-2, MOVED] -= 0.5
+        batch["proximal"][-1, MOVED] -= 0.5
         return self._at_zero(batch)
 
-    @cached_property
-    def kl_weighted(self) -> Tensor:
-        """The same at 0.5, where nothing else, the sampler, and the proximal policy is 0.5 away."""
-        batch = of_rows(8, 0.0)
-        batch["behavior"][1, MOVED] -= 0.5
-        batch["proximal"][2, MOVED] -= 0.5
-        batch["reference"][:, MOVED] += 0.5
-        return self._at_zero(batch)[:3]
+    @property
+    def kl_weights(self) -> Tensor:
+        """By how much the KL term grows, as a factor, where the sampler, and where the proximal policy is 0.5 away."""
+        return self.kl_curve[-2:] / self.kl_curve[TO_REFERENCE.tolist().index(0.5)]
+
+    @property
+    def kl_form(self) -> tuple[str, float]:
+        """The estimator of the KL term and its coefficient; ("none", 0) without one, ("other", nan) if unknown."""
+        curve = self.kl_curve[: len(TO_REFERENCE)]
+        if float(curve.abs().max()) < 1e-9:
+            return "none", 0.0
+        for kind, form in FORMS.items():
+            coefficient = float((curve * form).sum() / form.square().sum())
+            if float((curve - coefficient * form).abs().max()) < 1e-7 * max(1.0, abs(coefficient)):
+                weighted = float((self.kl_weights - 1).abs().max()) > 1e-9
+                return "unbiased" if kind == "k2" and weighted else kind, coefficient
+        return "other", math.nan
 
     @cached_property
     def pull(self) -> Tensor:
@@ -247,24 +259,19 @@ class Readings:
 
     @cached_property
     def inputs(self) -> Mapping[str, Tensor]:
-        """The change of all gradients by an input that few losses read, in units of `scale`."""
-        batch = of_rows(2, 1.0)
-        batch["advantage"] = torch.tensor([[UP], [DOWN]]).double()
-        batch["current"][:, MOVED] += torch.tensor([0.7, -0.9]).double()
-        batch["behavior"][:, MOVED] -= 0.1
-        before = self.loss.read(batch)
-        changes = {
-            "off_policy": (torch.arange(TOKENS + 2) == MOVED).expand(2, -1),
-            "age": 0 * batch["age"] + 3,
+        """The change of all gradients by an input that few losses read, in units of `scale`, on a random batch."""
+        batch, before = RANDOM[-1], self.random[-1]
+        changed = {"entropy": before.by_entropy.flatten() / self.scale}
+        for name, value in {
+            "off_policy": ~batch["off_policy"],
+            "age": batch["age"] + 1,
             "turn": 0 * batch["turn"],
             "head_behavior": batch["head_behavior"] - torch.tensor([1.5, 0.0, 0.1]).double(),
-        }
-        after = {name: self.loss.read({**batch, name: value}) for name, value in changes.items()}
-        changed = {
-            name: torch.cat([(one.gradient - before.gradient).flatten(), one.by_heads.flatten()]) / self.scale
-            for name, one in after.items()
-        }
-        return {**changed, "entropy": before.by_entropy.flatten() / self.scale}
+        }.items():
+            after = self.loss.read({**batch, name: value})
+            gradients = [(after.gradient - before.gradient).flatten(), after.by_heads.flatten()]
+            changed[name] = torch.cat(gradients) / self.scale
+        return changed
 
     @cached_property
     def neighbors(self) -> Mapping[tuple[float, bool, Probe], Tensor]:
@@ -281,14 +288,10 @@ class Readings:
             result[x, positive, probe] = (after / before)[:, :TOKENS]
         return result
 
-    @cached_property
-    def curvature(self) -> Mapping[tuple[Probe, bool], float]:
-        """The second derivative of the weight at a ratio of 1: p**2 for ratio**p, 0 for 1 + p * log ratio."""
-        shifts = torch.tensor([-5 * STEP, 5 * STEP]).double()
-        return {
-            (probe, positive): float(self.weights(probe, shifts, advantage).sum() - 2) / (5 * STEP) ** 2
-            for probe, (positive, advantage) in product((probes.DRIFT, probes.MISMATCH), SIGNS.items())
-        }
+    def curvature(self, probe: Probe, positive: bool) -> float:
+        """Returns the second derivative of the weight at 1: p**2 for ratio**p, 0 for 1 + p * log ratio."""
+        middle = self.curves[probe, positive][len(SHIFTS) // 2 - 1 :][:2]
+        return float(middle.sum() - 2) / SMALL**2
 
     @cached_property
     def rounded(self) -> bool:
@@ -304,16 +307,6 @@ class Readings:
         return False
 
     @cached_property
-    def without_counts(self) -> list[tuple[Tensor, Tensor]]:
-        """Gradients by a call without the counts of the update, and with them; empty for a loss that needs them."""
-        if self.loss.without_counts is None:
-            return []
-        loss, shifts = Loss(self.loss.name, self.loss.without_counts), torch.tensor([3.0, -3.0]).double()
-        batches = [probe.batch(shifts, advantage) for probe in ONES for advantage in SIGNS.values()]
-        batches += [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
-        return [(loss.read(batch).gradient, self.loss.read(batch).gradient) for batch in batches]
-
-    @cached_property
     def random(self) -> list[Reading]:
-        """The readings of a random batch for each of `SPREADS`."""
-        return [self.loss.read(probes.random_batch(seed, spread)) for seed, spread in enumerate(SPREADS)]
+        """The readings of `RANDOM`."""
+        return [self.loss.read(batch) for batch in RANDOM]

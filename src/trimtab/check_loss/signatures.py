@@ -55,36 +55,37 @@ COUNTS: dict[str, tuple[str, ...]] = {
 """Count of the whole update -> further names of a parameter that takes it."""
 GIVEN = {"loss_agg_mode": "token-mean", "rollout_is_weights": None}
 """Values of parameters of verl's losses that have no default."""
-EXAMPLE = of_lengths([5, 3, 4], width=6)
 
 
 def of_function(function: Callable[..., Any], arguments: Mapping[str, Any] | None = None, name: str = "") -> Loss:
-    """Returns a function as a loss.
+    """Returns a function as a loss: also a class that is built without arguments, and the `forward` of a module.
 
     arguments: field or count -> the parameter that takes it; parameter -> its value; "config.key", "args.key" or a key
         of TRL's configuration -> the value in that object.
     Raises `TrimtabError` for a parameter of unknown meaning and for a function that cannot be called.
     """
     label = name or getattr(function, "__name__", "loss")
+    built = function() if isinstance(function, type) else function
+    function = getattr(built, "forward", built)
     with stand_ins.float_means_double():
-        call, inputs, defaults = _call(function, dict(arguments or {}))
+        call, inputs = _call(function, dict(arguments or {}))
 
-    def scalar(batch: Batch, update: Update, call: stand_ins.Call = call) -> Tensor:
+    def scalar(batch: Batch, update: Update) -> Tensor:
         with stand_ins.float_means_double():
             return _scalar(call(batch, update), label)
 
-    return Loss(label, scalar, inputs, partial(scalar, call=defaults) if defaults else None)
+    return Loss(label, scalar, inputs)
 
 
-def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str, stand_ins.Call | None]:
-    """Returns how a function is called, in code and in words, and how without counts of the update."""
+def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str]:
+    """Returns how a function is called, in code and in words."""
     names = list(inspect.signature(function).parameters)
     if names[:1] == ["self"]:
-        return stand_ins.trl(function, given), "log-probs on a stand-in of its TRL trainer", None
+        return stand_ins.trl(function, given), "log-probs on a stand-in of its TRL trainer"
     if {"args", "batch", "logits", "sum_of_sample_mean"} <= set(names):
-        return stand_ins.slime(function, _of_object("args", given)), "a batch of slime or Miles", None
+        return stand_ins.slime(function, _of_object("args", given)), "a batch of slime or Miles"
     if "inputs" in names and not set(names) & {"current", *TENSORS["current"]}:
-        return stand_ins.prime_rl(function, given), "the inputs of prime-rl", None
+        return stand_ins.prime_rl(function, given), "the inputs of prime-rl"
     return _by_names(function, given)
 
 
@@ -96,51 +97,49 @@ def _of_object(key: str, given: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str, stand_ins.Call | None]:
+def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str]:
     config = _of_object("config", given)
     parameters = inspect.signature(function).parameters
-    tensors, counts, values = _meanings(parameters, given)
-    if "config" in parameters and "config" not in values:
-        values["config"] = None
-    elif config:
+    if config and "config" not in parameters:
         raise TrimtabError(
             f"the function has no parameter `config`, which --arguments config.{next(iter(config))} sets"
         )
+    meanings, values = _meanings(parameters, given)
+    optional = {name for name, parameter in parameters.items() if parameter.default is not inspect.Parameter.empty}
 
-    def call(batch: Batch, update: Update, form: tuple[torch.dtype, str], counts: Mapping[str, str] = counts) -> Any:
+    def call(batch: Batch, update: Update, form: tuple[torch.dtype, str]) -> Any:
         dtype, shape = form
-        own = dict(values)
-        if "config" in own and own["config"] is None:
+        advantage = batch["advantage"][:, 0] if shape == "(batch,)" else batch["advantage"]
+        fields = {
+            **batch,
+            "mask": batch["mask"].to(dtype),
+            "advantage": advantage.expand_as(batch["mask"]).clone() if shape == "(batch, time)" else advantage,
+            "tokens": update.tokens,
+            "responses": update.responses,
+            "trained_responses": update.batch["mask"].any(1).sum(),
+            "parts": update.parts,
+        }
+        own = {
+            name: fields[field]
+            for name, field in meanings.items()
+            if update.counted or field not in COUNTS or name not in optional
+        }
+        if "config" in parameters and "config" not in values:
             own["config"] = stand_ins.verl_config(config, update)
-        available = {"tokens": update.tokens, "responses": update.responses, "parts": update.parts}
-        available["trained_responses"] = update.batch["mask"].any(1).sum()
-        own |= {parameter: available[count] for parameter, count in counts.items()}
-        for parameter, name in tensors.items():
-            value = batch[name].to(dtype) if name == "mask" else batch[name]
-            if name == "advantage" and value.shape[1] == 1:
-                value = value[:, 0] if shape == "(batch,)" else value.expand_as(batch["mask"])
-                value = batch[name] if shape == "(batch, 1)" else value
-            own[parameter] = value
-        return function(**own)
+        return function(**values, **own)
 
     form = _form(call, function)
     shapes = {"mask": f" ({str(form[0]).removeprefix('torch.')})", "advantage": f" {form[1]}"}
-    said = [f"{parameter} = {name}{shapes.get(name, '')}" for parameter, name in (tensors | counts).items()]
-    left = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is not inspect.Parameter.empty and name not in {**tensors, **counts, **values}
-    ]
+    said = [f"{parameter} = {name}{shapes.get(name, '')}" for parameter, name in meanings.items()]
+    left = [name for name in parameters if name in optional - {*meanings, *values}]
     said += [f"left at their defaults: {', '.join(left)}"] if left else []
-    required = {name: count for name, count in counts.items() if parameters[name].default is inspect.Parameter.empty}
-    defaults = partial(call, form=form, counts=required) if len(required) < len(counts) else None
-    return partial(call, form=form), ", ".join(said), defaults
+    return partial(call, form=form), ", ".join(said)
 
 
 def _meanings(
     parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]
-) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
-    """Returns the fields, the counts and the values of parameters.
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the fields and counts that parameters take, and the values of others.
 
     Raises `TrimtabError` for a parameter without default and meaning, and for arguments that name nothing.
     """
@@ -174,11 +173,7 @@ def _meanings(
                 f"no parameter takes `{field}` (known names: {', '.join((field, *TENSORS[field]))}): say which one "
                 f"does, --arguments {field}=NAME"
             )
-    return (
-        {name: field for name, field in mapped.items() if field in TENSORS},
-        {name: field for name, field in mapped.items() if field in COUNTS},
-        values,
-    )
+    return mapped, values
 
 
 def _form(call: Callable[..., Any], function: Callable[..., Any]) -> tuple[torch.dtype, str]:
@@ -186,40 +181,30 @@ def _form(call: Callable[..., Any], function: Callable[..., Any]) -> tuple[torch
 
     A wrong shape may broadcast: a response must then not depend on the advantages of others.
     """
-    possible: list[tuple[torch.dtype, str]] = []
-    first: Exception | None = None
+    name = getattr(function, "__name__", "the function")
     forms = list(product((torch.bool, torch.float64), ("(batch, 1)", "(batch, time)", "(batch,)")))
     if "response_mask" in inspect.signature(function).parameters:  # verl's
         forms.insert(0, (torch.float64, "(batch, time)"))
+    possible: list[tuple[torch.dtype, str]] = []
+    errors: list[str] = []
     for form in forms:
+        loss = Loss(name, lambda batch, update, form=form: _scalar(call(batch, update, form), name))
+        batches = [of_lengths([5, 3, 4], width=6) for _ in range(2)]
+        batches[1]["advantage"][1] = 2.0
         try:
-            gradients = [_first_row(call, other, form) for other in (0.3, 2.0)]
+            alone, other = (loss.read(batch).gradient[0] for batch in batches)
         except Exception as error:
-            first = first or error
+            errors.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
             continue
         possible.append(form)
-        if torch.equal(*gradients):
+        if torch.equal(alone, other):
             return form
     if possible:
         return possible[0]
-    assert first is not None
-    lines = str(first).strip().splitlines()
-    name = getattr(function, "__name__", "the function")
     raise TrimtabError(
         f"{name} cannot be called with tensors of (batch, time), a mask of bool or float, and advantages of (batch, "
-        f"1), (batch, time) or (batch,): {type(first).__name__}{': ' + lines[0][:200] if lines else ''}"
-    ) from None
-
-
-def _first_row(call: Callable[..., Any], other: float, form: tuple[torch.dtype, str]) -> Tensor:
-    """Returns the gradient of the first response, where the advantage of the second one is `other`."""
-    batch = {name: value.clone() for name, value in EXAMPLE.items()}
-    batch["advantage"][1] = other
-    leaf = batch["current"].requires_grad_()
-    value = _scalar(call(batch, Update(batch), form), "the function")
-    if not value.requires_grad:
-        return torch.zeros(())
-    return torch.autograd.grad(value, leaf)[0][0]
+        f"1), (batch, time) or (batch,): {errors[0]}"
+    )
 
 
 def _scalar(value: Any, name: str) -> Tensor:

@@ -21,6 +21,12 @@ from trimtab.errors import TrimtabError, did_you_mean
 Call = Callable[[Batch, Update], Any]
 VERL = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "entropy_coeff": 0.0}
 """verl's defaults, for a loss that is checked where verl is not installed."""
+SLIME = {
+    **{"calculate_per_token_loss": False, "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None},
+    **{"entropy_coef": 0.0, "use_kl_loss": False, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_tis": False},
+    **{"advantage_estimator": "grpo", "rollout_temperature": 1.0, "qkv_format": "thd", "use_opsm": False},
+}
+"""slime's and Miles' defaults."""
 
 
 @contextmanager
@@ -84,36 +90,27 @@ def slime(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
 
     The first id has the log-prob of the batch, so that log_softmax returns it, with its gradient.
     """
-    args = SimpleNamespace(
-        **{
-            **{"calculate_per_token_loss": False, "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None},
-            **{"entropy_coef": 0.0, "use_kl_loss": False, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_tis": False},
-            **{"advantage_estimator": "grpo", "rollout_temperature": 1.0, "qkv_format": "thd", "use_opsm": False},
-            **given,
-        }
-    )
+    args = SimpleNamespace(**{**SLIME, **given})
 
     def call(batch: Batch, update: Update) -> Tensor:
         mask = batch["mask"]
-        lengths = [mask.shape[1]] * len(mask)
+        rows, width = mask.shape
         padded = torch.nn.functional.pad(batch["current"], (0, 1), value=-0.5)  # logits of an id predict the next one
         logits = torch.stack([padded, torch.log(-torch.expm1(padded))], -1).flatten(0, 1)[None]
-        fields = {
-            **{"log_probs": "proximal", "rollout_log_probs": "behavior", "ref_log_probs": "reference"},
-            "advantages": "advantage",
-        }
-        given_batch: dict[str, Any] = {theirs: list(batch[ours].expand_as(mask)) for theirs, ours in fields.items()}
-        given_batch |= {
+        given_batch = {
+            "log_probs": list(batch["proximal"]),
+            "rollout_log_probs": list(batch["behavior"]),
+            "ref_log_probs": list(batch["reference"]),
+            "advantages": list(batch["advantage"].expand_as(mask).clone()),
             "loss_masks": list(mask.double()),
-            "response_lengths": lengths,
-            "total_lengths": [length + 1 for length in lengths],
-            "unconcat_tokens": [torch.zeros(length + 1, dtype=torch.long) for length in lengths],
+            "response_lengths": [width] * rows,
+            "total_lengths": [width + 1] * rows,
+            "unconcat_tokens": [torch.zeros(width + 1, dtype=torch.long)] * rows,
         }
-        counted = mask.sum(1).clamp(min=1)
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
-            rows = torch.where(mask, values.reshape(mask.shape), 0.0).sum(1)
-            return rows.sum() if args.calculate_per_token_loss else (rows / counted).sum()
+            sums = torch.where(mask, values.reshape(mask.shape), 0.0).sum(1)
+            return (sums if args.calculate_per_token_loss else sums / mask.sum(1).clamp(min=1)).sum()
 
         value = function(args, given_batch, logits, sum_of_sample_mean)
         value = value[0] if isinstance(value, tuple) else value
@@ -123,34 +120,36 @@ def slime(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
 
 
 def trl(method: Callable[..., Any], given: dict[str, Any]) -> Call:
-    """Calls a method of a TRL trainer on a stand-in, with the defaults of TRL's configuration and the given values."""
+    """Calls a method of a TRL trainer, of which only what a loss reads is made, with TRL's defaults and `given`."""
     trainer, settings = _trl_class(method)
     known = {item.name: item.default for item in dataclasses.fields(settings)}
     for name in given:
         if name not in known:
             raise TrimtabError(f"--arguments {name}: {settings.__name__} has no such value{did_you_mean(name, known)}")
-    args = SimpleNamespace(**{**known, **given})
+    config = {**known, **given}
+    source = inspect.getsource(method)
+    takes_columns = "advantages.dim() == 1" in source  # as TRL's newer losses
+    divides = "current_gradient_accumulation_steps" in source  # the older ones leave it to the Trainer
 
     def call(batch: Batch, update: Update) -> Tensor:
-        stand_in = _trl_stand_in(trainer, args, batch, update)
-        mask = batch["mask"].double()
-        takes_columns = "advantages.dim() == 1" in inspect.getsource(method)  # as TRL's newer losses
+        own = object.__new__(trainer)
+        vars(own).update(_trl_attributes(config, batch, update))
+        mask, proximal = batch["mask"].double(), batch["proximal"].detach()
         inputs = {
             "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
             "prompt_mask": torch.ones(len(mask), 1, dtype=torch.long),
             "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
             "completion_mask": mask,
             "advantages": batch["advantage"] if takes_columns else batch["advantage"][:, 0],
-            "old_per_token_logps": batch["proximal"].detach(),
-            "old_logps": (batch["proximal"].detach() * mask).sum(1),
+            "old_per_token_logps": proximal,
+            "old_logps": (proximal * mask).sum(1),
             "ref_per_token_logps": batch["reference"],
             "num_items_in_batch": update.tokens.double(),
         }
-        if getattr(args, "off_policy_mask_threshold", None) is not None:
+        if config.get("off_policy_mask_threshold") is not None:
             inputs["sampling_per_token_logps"] = batch["behavior"].detach()
-        value = method(stand_in, stand_in.model, inputs)
-        # The older trainers leave the division to the Trainer.
-        return value if "current_gradient_accumulation_steps" in inspect.getsource(method) else value / update.parts
+        value = method(own, own.model, inputs)
+        return value if divides else value / update.parts
 
     return call
 
@@ -162,37 +161,26 @@ def _trl_class(method: Callable[..., Any]) -> tuple[Any, Any]:
         if kind.__module__.partition(".")[0] == "trl" and kind.__name__.endswith("Trainer"):
             name = kind.__name__.removesuffix("Trainer") + "Config"
             places = [sys.modules[kind.__module__], importlib.import_module("trl")]
-            found = next((getattr(place, name) for place in places if hasattr(place, name)), None)
-            if found is not None:
-                return trainer, found
+            return trainer, next(getattr(place, name) for place in places if hasattr(place, name))
     raise TrimtabError(f"{method.__qualname__} is not a method of a TRL trainer: name a function of its tensors")
 
 
-def _trl_stand_in(trainer: Any, args: SimpleNamespace, batch: Batch, update: Update) -> SimpleNamespace:
-    """Returns the attributes that TRL's `_compute_loss` reads, set from its configuration as its `__init__` does."""
-    high = getattr(args, "epsilon_high", None)
-    own = {name: value for name, value in vars(args).items() if not name.startswith("_")}
-    settings = SimpleNamespace(**{**vars(args), "steps_per_generation": update.parts})
-    return SimpleNamespace(
-        **{
-            **own,
-            "args": settings,
-            "accelerator": SimpleNamespace(
-                num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True
-            ),
-            "model": SimpleNamespace(training=True),
-            "epsilon_low": args.epsilon,
-            "epsilon_high": args.epsilon if high is None else high,
-            "use_vllm": False,
-            "vllm_importance_sampling_correction": False,
-            "get_off_policy_mask": getattr(trainer, "get_off_policy_mask", None),
-            "get_gamma_weights": getattr(trainer, "get_gamma_weights", None),
-            "_get_per_token_logps_and_entropies": lambda *_, **__: (batch["current"], batch["entropy"], None),
-            "current_gradient_accumulation_steps": update.parts,
-            "max_completion_length": getattr(args, "max_completion_length", None) or 1024,
-            "_entropy_bonus_enabled": getattr(args, "entropy_coef", 0.0) != 0,
-            "use_adaptive_entropy": False,
-            "aux_loss_enabled": False,
-            "_metrics": {"train": defaultdict(list)},
-        }
-    )
+def _trl_attributes(config: Mapping[str, Any], batch: Batch, update: Update) -> dict[str, Any]:
+    """Returns what a trainer's `__init__` sets and its `_compute_loss` reads."""
+    high, one_rank = config.get("epsilon_high"), {"gather": lambda x: x, "reduce": lambda x, **_: x}
+    return {
+        **config,
+        "args": SimpleNamespace(**{**config, "steps_per_generation": update.parts}),
+        "accelerator": SimpleNamespace(num_processes=1, sync_gradients=True, **one_rank),
+        "model": SimpleNamespace(training=True),
+        "epsilon_low": config["epsilon"],
+        "epsilon_high": config["epsilon"] if high is None else high,
+        "use_vllm": False,
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (batch["current"], batch["entropy"], None),
+        "current_gradient_accumulation_steps": update.parts,
+        "max_completion_length": config.get("max_completion_length") or 1024,
+        "_entropy_bonus_enabled": config.get("entropy_coef", 0.0) != 0,
+        "use_adaptive_entropy": False,
+        "aux_loss_enabled": False,
+        "_metrics": {"train": defaultdict(list)},
+    }

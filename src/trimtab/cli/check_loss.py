@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +14,9 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="FILE.py:FUNCTION",
-        help="A function of log-probs, mask and advantages, or a method of a TRL trainer. Its file is imported, in a "
-        "process with limits of time and memory. With --allow-code also module:function of an installed package.",
+        help="A function of log-probs, mask and advantages, a class or module that is one, or a method of a TRL "
+        "trainer. Its file is imported, in a process with limits of time and memory. With --allow-code also "
+        "module:function of an installed package.",
     ),
 ]
 As = Annotated[
@@ -41,7 +40,6 @@ Ignore = Annotated[
     list[str] | None, typer.Option(metavar="KIND", help="A kind of difference that does not count; may be repeated.")
 ]
 Timeout = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="The check is ended after this time.")]
-HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page with the weights of both.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +59,6 @@ def check_loss(
     ignore: Ignore = None,
     timeout: Timeout = 120.0,
     as_json: Json = False,
-    html: HtmlPage = None,
 ) -> None:
     """Probe a loss function: is it the objective that it is meant to be, and where is it not?
 
@@ -69,8 +66,6 @@ def check_loss(
     denominators and micro-batches. Parameters are known by their names, as verl, TRL, slime, Miles, prime-rl and
     Trimtab call them.
     """
-    if html is not None and html.suffix.lower() not in (".html", ".htm"):
-        raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
     place, _, function = target.rpartition(":")
     if not (place and function):
         raise TrimtabError(f"{target!r} names no function: write FILE.py:FUNCTION")
@@ -80,28 +75,24 @@ def check_loss(
         )
     if place.endswith(".py") and not Path(place).is_file():
         raise TrimtabError(f"there is no file {place}")
-    from trimtab.check_loss.isolated import check_target, parse_arguments
+    from trimtab.check_loss.isolated import check_target
 
     with only_json(as_json):
         found = check_target(
             target,
             timeout,
             objective=_section(name),
-            spec=name or "",
-            arguments=parse_arguments(arguments or []),
+            spec=(name or "").rstrip(":"),
+            arguments=_values(",".join(arguments or []), "--arguments"),
             ignore=ignore or [],
             trusted=trusted,
-            command="" if html is None else shlex.join(["trimtab", *sys.argv[1:]]),
         )
-        if html is not None:
-            from trimtab.runs.atomic import write_output
-
-            write_output(html, found["html"].encode())
+    text = found.pop("text")
     if as_json:
-        print_json(found["values"] | {"page": html})
+        print_json(found)
     else:
-        echo(found["text"] + ("" if html is None else f"\npage: {html}"))
-    if not found["values"]["equal"]:
+        echo(text)
+    if not found["equal"]:
         raise typer.Exit(1)
 
 
@@ -110,7 +101,13 @@ def _section(name: str | None) -> dict[str, Any] | None:
     if name is None:
         return None
     from trimtab.objectives.lookup import split_name
-    from trimtab.trainer.config import parse_override, split_overrides
 
     objective, rest = split_name(name)
-    return {"name": objective, **dict(map(parse_override, split_overrides(rest, f"objective {name!r}")))}
+    return {"name": objective, **_values(rest, f"objective {name!r}")}
+
+
+def _values(text: str, where: str) -> dict[str, Any]:
+    """Returns the values of KEY=VALUE,..., of which `where` says whose they are."""
+    from trimtab.trainer.config import parse_override, split_overrides
+
+    return dict(map(parse_override, split_overrides(text, where)))

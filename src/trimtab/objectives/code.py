@@ -8,38 +8,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from trimtab.corrections.code_lines import WIDTH, Lines, number
-from trimtab.corrections.masks import Mask
-from trimtab.corrections.ratios import Number
-from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
-from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import Ratio
-from trimtab.objectives.regularizers import KL, centering_ceiling, centering_code
-from trimtab.objectives.surrogates import Surrogate
+from trimtab.objectives.regularizers import centering_ceiling, centering_code
 from trimtab.types import MIN_BEHAVIOR
 
-
-class Parts(NamedTuple):
-    """What is read of an `Objective`, by the names of its attributes."""
-
-    name: str
-    ratio: Ratio
-    surrogate: Surrogate
-    weight: Weight | None
-    masks: tuple[Mask, ...]
-    aggregation: Aggregation
-    kl: KL
-    centering: bool
-    entropy_coef: Number
-    advantage: str
-    source: str
-    needs: frozenset[str]
-    equation: Callable[[], str]
+if TYPE_CHECKING:
+    from trimtab.objectives.objective import Objective
 
 
 ARGUMENTS = {
@@ -77,12 +56,19 @@ ASCII = {
 """How an equation is written in a docstring."""
 
 
-def write(objective: Parts, command: str) -> str:
+def write(objective: Objective, command: str) -> str:
     """Returns the text of the loss function, after those of the whole update if it needs any.
 
-    command: what prints it, for the comment at its head. Raises `TrimtabError` for a part whose class has no `code`.
+    command: what prints it, for the comment at its head. Raises `TrimtabError` for a part whose class has no `code` of
+    its own: it may compute something else than the class that it inherits from.
     """
-    _check_classes(objective)
+    parts = (objective.surrogate, *objective.masks, objective.aggregation, objective.weight, objective.kl)
+    for part in filter(None, parts):
+        if "code" not in vars(type(part)):
+            raise TrimtabError(
+                f"objective {objective.name!r}: {type(part).__name__} has no code to print: define its code(lines) "
+                "beside equation (docs/objectives.md)"
+            )
     name = re.sub(r"\W+|^(?=\d)", "_", objective.name).rstrip("_").lower()
     functions, given = list[str](), dict[str, str]()
     loss = _lines(objective)
@@ -105,26 +91,11 @@ def write(objective: Parts, command: str) -> str:
     return "\n".join([*head, "import torch", "", "", "\n\n\n".join(functions)]) + "\n"
 
 
-def _check_classes(objective: Parts) -> None:
-    """Raises `TrimtabError` for a part whose class computes something else than the class that defines its `code`."""
-    computes = {"__call__", "keep", "apply", "inside", "per_token", "scale"}
-    parts = [objective.surrogate, *objective.masks, objective.aggregation]
-    parts += [] if objective.weight is None else [objective.weight]
-    parts += [objective.kl] if objective.kl.coef > 0 else []
-    for part in parts:
-        owner = next(kind for kind in type(part).__mro__ if {"code", *computes} & set(vars(kind)))
-        if "code" not in vars(owner):
-            raise TrimtabError(
-                f"objective {objective.name!r}: {owner.__name__} has no code to print: define its code(lines) beside "
-                "equation (docs/objectives.md)"
-            )
-
-
-def _lines(objective: Parts) -> Lines:
+def _lines(objective: Objective) -> Lines:
     return Lines(objective.ratio.level, objective.ratio.over, external="off_policy" in objective.needs)
 
 
-def _of_update(objective: Parts) -> dict[str, Lines]:
+def _of_update(objective: Objective) -> dict[str, Lines]:
     """Returns the lines of the functions of the whole update, by what each returns."""
     found: dict[str, Lines] = {}
     if objective.surrogate.collects:
@@ -139,7 +110,7 @@ def _of_update(objective: Parts) -> dict[str, Lines]:
     return found
 
 
-def _keep(objective: Parts, lines: Lines) -> str:
+def _keep(objective: Objective, lines: Lines) -> str:
     """Defines which tokens are kept, with those that the weight rejects if they do not count; returns the name."""
     conditions, weight = [rule.code(lines) for rule in objective.masks], objective.weight
     if objective.aggregation.denominator == "kept" and weight is not None and weight.rejects:
@@ -152,34 +123,33 @@ def _keep(objective: Parts, lines: Lines) -> str:
     return keep
 
 
-def _loss(objective: Parts, lines: Lines) -> dict[str, str]:
+def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
     """Adds the lines of the loss; returns what its denominator is, by the name of the argument."""
-    weight, aggregation, given = objective.weight, objective.aggregation, dict[str, str]()
+    weight, aggregation = objective.weight, objective.aggregation
     factor = lines.define("surrogate", objective.surrogate.code(lines))
     if weight is not None:
         mean = " / mean_weight" if weight.normalize else ""
         factor = f"{lines.define('weight', weight.code(lines))}{mean} * {factor}"
     keep = _keep(objective, lines)
     policy, regularizers = [f"torch.where({keep}, -{factor}, 0.0)"], _regularizers(objective, lines)
-    counted, what = ("tokens", "trained tokens") if aggregation.kind == "token-mean" else ("responses", "responses")
-    what += " with a trained token" if aggregation.kind == "trained-mean-token-sum" else ""
-    kept = aggregation.denominator == "kept"
-    results = []
-    for count, terms in ({"kept": policy, counted: regularizers} if kept else {counted: policy + regularizers}).items():
-        if terms:
-            values = lines.define(
-                "losses" if policy[0] in terms else "regularizers", " + ".join(terms).replace("+ -", "- ")
-            )
-            summed, default = aggregation.code(values, count, keep if count == "kept" else "mask")
-            results.append(summed)
-            if count != "kept":
-                lines.rows.append(f"{count} = {default} if {count} is None else {count}")
-                given[count] = f"{what} of the whole update{PER_RANK}"
-    lines.add(f"return torch.where(valid, {' + '.join(results)}, torch.nan)")
+    count = "tokens" if aggregation.kind == "token-mean" else "responses"
+    sums, given = list[str](), dict[str, str]()
+    if aggregation.denominator == "kept":
+        sums.append(aggregation.code(lines.define("losses", policy.pop()), "kept", keep)[0])
+    if terms := policy + regularizers:
+        values = lines.define("losses" if policy else "regularizers", " + ".join(terms).replace("+ -", "- "))
+        summed, default = aggregation.code(values, count)
+        sums.append(summed)
+        lines.rows.append(f"{count} = {default} if {count} is None else {count}")
+        trained = " with a trained token" if aggregation.kind == "trained-mean-token-sum" else ""
+        given[count] = (
+            f"{'trained tokens' if count == 'tokens' else f'responses{trained}'} of the whole update{PER_RANK}"
+        )
+    lines.add(f"return torch.where(valid, {' + '.join(sums)}, torch.nan)")
     return given
 
 
-def _regularizers(objective: Parts, lines: Lines) -> list[str]:
+def _regularizers(objective: Objective, lines: Lines) -> list[str]:
     """Returns the terms of the loss that no rule rejects."""
     terms = []
     if objective.kl.coef > 0:
@@ -196,7 +166,7 @@ def _arguments(lines: Lines) -> list[str]:
     return [name for name in ARGUMENTS if name == "mask" or re.search(rf"\b{name}\b", text)]
 
 
-def _selection(objective: Parts, read: Sequence[str]) -> list[str]:
+def _selection(objective: Objective, read: Sequence[str]) -> list[str]:
     """Returns the lines that set numbers to 0 at padding."""
     rows = ["zero = torch.zeros(1, device=mask.device)  # float32, which bfloat16 becomes; float64 stays"]
     for name in (name for name in read if name in (*POLICIES, "entropy", "advantage")):
@@ -212,7 +182,7 @@ def _valid(read: Sequence[str]) -> str:
     return f"valid = {finite}.isfinite().all(){sampled}  # else NaN"
 
 
-def _docstring(objective: Parts, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
+def _docstring(objective: Objective, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
     """Returns the docstring: the equation with its numbers, and the arguments."""
     text = objective.equation()
     for symbol, word in ASCII.items():

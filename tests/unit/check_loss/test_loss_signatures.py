@@ -86,6 +86,17 @@ def test_advantages_of_one_dimension_and_a_mask_of_numbers() -> None:
     assert_same(loss, "dapo", clip_high=0.2)
 
 
+class OfModule(torch.nn.Module):
+    def forward(self, logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, tokens: int) -> Tensor:
+        advantages *= 1  # written into
+        return torch.where(mask, ppo(torch.where(mask, logps - old_logps, 0.0), advantages), 0.0).sum() / tokens
+
+
+@pytest.mark.parametrize("loss", [OfModule, OfModule()])
+def test_a_module_that_writes_into_its_inputs(loss: Any) -> None:
+    assert_same(loss, "dapo", clip_high=0.2)
+
+
 def test_parameters_with_other_names() -> None:
     def loss(x: Tensor, y: Tensor, mask: Tensor, adv: Tensor, eps: float, tokens: int) -> Tensor:
         ratio = torch.where(mask, x - y, 0.0).clamp(-20, 20).exp()
