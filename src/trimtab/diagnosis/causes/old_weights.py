@@ -50,7 +50,7 @@ MAX_DRIFT_COARSENESS = -0.8  # largest coarseness of noise that depends on token
 
 def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
-    noise = measure_noise(tokens, context.direction)
+    noise = measure_noise(tokens)
     is_silent = context.direction or noise.rms < LEAST_RMS
     corr, z = (0.0, 0.0) if is_silent else advantage_correlation(tokens)
     text = f"log-ratios of responses correlate with their advantage (correlation {corr:.2f}, z = {z:.1f})"

@@ -4,7 +4,7 @@
   size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
   views           by probability, position, turn, ...
   placeholders    constants in place of log-probs
-  other_logprobs  checks of what a prefill, a third implementation or a teacher scored
+  other_logprobs  checks of what a prefill or a third implementation scored
 
 Another view is one more `Axis` in views, with its chart in texts.toml (`views`) and, to be named as the place of a
 mismatch, its name in `answer.ORDERED` or in texts.toml (`bins`). Another figure comes from `corrections/statistics.py`.
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.other_logprobs import PrefillSums, rescored_findings, teacher_findings
+from trimtab.diagnosis.measure.other_logprobs import PrefillSums, rescored_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
@@ -81,7 +81,7 @@ def measure(
             trained=trained,
             findings=(
                 *(*summary.findings, *constants.findings(), *_of_sample(drawn, trained)),
-                *(*prefill.findings(), *rescored_findings(drawn), *teacher_findings(drawn)),
+                *(*prefill.findings(), *rescored_findings(drawn)),
             ),
         ),
         size=sizes.size(summary.anchor, seed),

@@ -1,9 +1,6 @@
-"""Checks of the sampled ids scored again: by the sampler's prefill, a third implementation, and a teacher.
+"""Checks of the sampled ids scored again: by the sampler's prefill, and by a third implementation.
 
-Prefill tells which part of the sampler makes the mismatch, a third implementation which side does. A teacher is another
-model, so that its log-probs may differ from the sampler's by any amount; but both are surprised by the same tokens. The
-correlation of the two lists is therefore highest in place, and near 0 where the teacher scored other ids or another
-context.
+Prefill tells which part of the sampler makes the mismatch, a third implementation which side does.
 """
 
 from __future__ import annotations
@@ -111,49 +108,3 @@ def rescored_findings(table: TokenTable) -> tuple[Finding, ...]:
         return ()
     which = read_table("texts.toml")["rescored"]["other" if found.is_other_model else found.side]
     return (finding("rescored", sampler=short(found.sampler.value), trainer=short(found.trainer.value), which=which),)
-
-
-FARTHEST = 4  # tokens that a shift is looked for
-MIN_TOKENS = 200  # fewest trained tokens that are judged
-MIN_Z = 6.0  # standard errors by which another offset must correlate better than none
-MIN_LEAD = 0.1  # and the least difference of the two correlations
-MIN_MOVED = 0.3  # least correlation at another offset: of one text, both are surprised alike
-MIN_CORRELATION = 0.15  # below it the lists have nothing to do with each other
-LOWEST = -10.0  # log-probs count as at least this
-
-
-def teacher_findings(table: TokenTable) -> tuple[Finding, ...]:
-    """Returns one finding, or none without the column `logp_teacher` or with fewer than `MIN_TOKENS` trained tokens."""
-    if table.teacher is None:
-        return ()
-    places = np.flatnonzero(table.mask)
-    if len(places) < MIN_TOKENS:
-        return ()
-    student, teacher = (
-        np.maximum(values[places], LOWEST).astype(np.float64) for values in (table.behavior, table.teacher)
-    )
-    found = {offset: _correlation(table, places, student, teacher, offset) for offset in range(-FARTHEST, FARTHEST + 1)}
-    best = max(found, key=lambda offset: found[offset])
-    in_place = found[0]
-    z = (np.arctanh(min(found[best], 0.999)) - np.arctanh(min(in_place, 0.999))) * np.sqrt(len(places) / 2)
-    if best and z > MIN_Z and found[best] - in_place > MIN_LEAD and found[best] > MIN_MOVED:
-        return (finding("teacher-moved", by=best, moved=found[best], in_place=in_place),)
-    if in_place < MIN_CORRELATION:
-        return (finding("teacher-unrelated", in_place=in_place),)
-    kl = short(float((table.behavior[places].astype(np.float64) - table.teacher[places]).mean()))
-    return (finding("teacher", kl=kl, in_place=in_place),)
-
-
-def _correlation(table: TokenTable, places: np.ndarray, student: np.ndarray, teacher: np.ndarray, offset: int) -> float:
-    """Returns the correlation of the student's values with the teacher's `offset` tokens later; 0 if undefined."""
-    index = np.arange(max(0, -offset), len(places) - max(0, offset))
-    other = index + offset
-    # Within a response, and not across untrained tokens.
-    index, other = (
-        part[(places[other] - places[index] == offset) & (table.row[places[other]] == table.row[places[index]])]
-        for part in (index, other)
-    )
-    x, y = student[index], teacher[other]
-    if len(x) < MIN_TOKENS // 2 or x.std() == 0 or y.std() == 0:
-        return 0.0
-    return float(np.corrcoef(x, y)[0, 1])
