@@ -18,7 +18,6 @@ from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import figure, format_number, format_percent, with_interval
 from trimtab.diagnosis.measure.size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.tokens import DECILES
 from trimtab.intervals import Interval, cluster_intervals
 
 TAIL = 0.01
@@ -36,7 +35,7 @@ HEADS = ("", "A", "B", "A against B")
 
 @dataclass(frozen=True)
 class Place:
-    """k3 of both sides at one bin of a view (position, length, step)."""
+    """k3 of both sides at one bin of a view (position, step)."""
 
     label: str
     first: float
@@ -166,11 +165,9 @@ def _change(change: Interval | None, few: bool, *, exponential: bool) -> Interva
 
 
 def _places(first: TrainedTokens, second: TrainedTokens) -> dict[str, tuple[Place, ...]]:
-    """Returns k3 by position, length and step, at the bins that both sides have with enough tokens."""
-    tenth = 100 // DECILES
+    """Returns k3 by position and step, at the bins that both sides have with enough tokens."""
     labels: dict[str, Callable[[int], str]] = {
-        "position": lambda bin_: f"{tenth * bin_}-{tenth * (bin_ + 1)}%",
-        "length": lambda bin_: f"{1 << bin_}-{(2 << bin_) - 1} tokens" if bin_ else "1 token",
+        "position": lambda tenth: f"{10 * tenth}-{10 * tenth + 10}%",
         "step": str,
     }
     sides, result = (_means(first), _means(second)), {}
@@ -184,10 +181,7 @@ def _places(first: TrainedTokens, second: TrainedTokens) -> dict[str, tuple[Plac
 
 def _means(tokens: TrainedTokens) -> dict[str, dict[int, float]]:
     """Returns the mean k3 of each bin with enough tokens, by view and bin."""
-    bins = {
-        "position": tokens.at_tokens(tokens.table.decile),
-        "length": np.floor(np.log2(tokens.lengths)).astype(np.int64)[tokens.rows],
-    }
+    bins = {"position": tokens.at_tokens(tokens.table.decile)}
     if tokens.table.step is not None:
         bins["step"] = tokens.per_response(tokens.table.step)[tokens.rows]
     result = {}

@@ -175,11 +175,11 @@ class MismatchSize:
 
 @dataclass(frozen=True, eq=False)
 class DriftSplit:
-    """The total drift (mean k3, log-ratio variance), split into mismatch (that of age 0) and staleness (the rest).
+    """The total drift (mean k3), split into mismatch (that of age 0) and staleness (the rest).
 
     separable: whether the data has `proximal_version` and tokens of age 0; if not, `why` names what is missing.
-    mismatch, staleness: the two parts, which sum to the mean k3 over all tokens. intervals: 95%, of both and of
-    `variance_mismatch` and `variance_staleness`, the same split of the log-ratio's variance; empty with few responses.
+    mismatch, staleness: the two parts, which sum to the mean k3 over all tokens. intervals: 95%, of both; empty with
+    few responses.
     """
 
     separable: bool
@@ -196,8 +196,7 @@ class View:
     name: probability, position, length, token, prompt, turn (positions around its boundaries), turn-number,
     observation (tokens since the last one), version (age in updates), entropy. low, median, high: 2%, 50% and 98%
     quantile of the log-ratio. Each array is (bins,); labels are the displayed names; edges are (bins + 1,) where bins
-    are intervals. columns: further arrays by name, such as `rejected/<rule>` of the length view, the share of responses
-    in the bin that a sequence rule would reject.
+    are intervals. columns: further arrays by name, such as `responses` of the length view.
     """
 
     name: str

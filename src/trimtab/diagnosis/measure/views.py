@@ -7,7 +7,6 @@ own are settled at the end of the pass; those by token id and by prompt show the
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ import numpy as np
 from trimtab.diagnosis.measure.trained_tokens import (
     ENVELOPE,
     FEWEST,
-    FIELDS,
     PROBABILITY_EDGES,
     Groups,
     TrainedTokens,
@@ -161,31 +159,10 @@ class EntropyView:
         return self._groups.view("entropy", labels, rows, edges=edges)
 
 
-def rejected(log: np.ndarray, length: np.ndarray, k3: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns which responses each rule rejects at published bounds, bool (responses,), from sums over trained tokens.
-
-    Sequence bounds: ALP (arXiv 2603.19470, Table 1) and verl; geometric: SkyRL and Miles; mean k3: verl's preset; mean
-    log mu - log pi: OPSM (DeepSeek-V3.2) without its condition on the advantage.
-    """
-    mean = log / length
-
-    def outside(values: np.ndarray, low: float, high: float) -> np.ndarray:
-        return (values < math.log(low)) | (values > math.log(high))
-
-    return {
-        "sequence [0.5, 2]": outside(log, 0.5, 2.0),
-        "sequence [0.5, 3]": outside(log, 0.5, 3.0),
-        "geometric [0.99, 1.01]": outside(mean, 0.99, 1.01),
-        "geometric [0.99, 1.001]": outside(mean, 0.99, 1.001),
-        "mean k3 <= 0.01": k3 / length > 0.01,
-        "opsm 0.05": -mean > 0.05,
-    }
-
-
 class LengthView:
     """The view by number of trained tokens of the response, in ten bins with about equally many responses.
 
-    Fine bins are filled in one pass and merged at the end. It shows whether rules on sequences reject long responses.
+    Fine bins are filled in one pass and merged at the end.
     """
 
     _FINE = 24 << 5  # lengths up to 2^24
@@ -193,16 +170,11 @@ class LengthView:
     def __init__(self) -> None:
         self._groups = Groups(self._FINE)
         self._responses = np.zeros(self._FINE, dtype=np.int64)
-        self._rejected: dict[str, np.ndarray] = {}
 
     def add(self, tokens: TrainedTokens) -> None:
         fine = np.minimum(octave(tokens.lengths.astype(np.float32), 0), self._FINE - 1)
         self._groups.add(np.repeat(fine, tokens.lengths), tokens)
         self._responses += np.bincount(fine, minlength=self._FINE)
-        log, k3 = (tokens.sums[:, FIELDS.index(name)] for name in ("log", "k3"))
-        for rule, gone in rejected(log, tokens.lengths, k3).items():
-            share = self._rejected.setdefault(rule, np.zeros(self._FINE))
-            share += np.bincount(fine, gone, self._FINE)
 
     def view(self) -> View:
         used = np.flatnonzero(self._responses)
@@ -211,13 +183,8 @@ class LengthView:
         starts = used[np.append(True, np.diff(tenth) > 0)]
         responses = np.add.reduceat(self._responses, starts)
         edges = np.ceil(octave_edges(0, self._FINE))[np.append(starts, used[-1] + 1)]
-        columns = {
-            f"rejected/{rule}": np.add.reduceat(gone, starts) / responses for rule, gone in self._rejected.items()
-        }
         labels = ranges(edges.astype(int).tolist())[:-1]
-        return self._groups.merged(starts).view(
-            "length", labels, edges=edges, columns={"responses": responses, **columns}
-        )
+        return self._groups.merged(starts).view("length", labels, edges=edges, columns={"responses": responses})
 
 
 class TokenIdView:

@@ -253,6 +253,6 @@ def _against(comparison: Comparison) -> list[Part]:
             [("", line) for line in against.verdict_lines(comparison)],
         ),
         Table(against.HEADS, figures, note=note),
-        *([Fold("k3 by position, length and step", [Table(against.HEADS, places)])] if places else []),
+        *([Fold("k3 by position and step", [Table(against.HEADS, places)])] if places else []),
         Note("All that follows is about A."),
     ]

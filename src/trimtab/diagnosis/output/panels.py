@@ -28,7 +28,6 @@ from trimtab.pages.charts import (
     draw,
     log_scale,
     log_ticks,
-    percent,
     quantile_bands,
     scatter_svg,
     short_power,
@@ -169,7 +168,11 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
     """Draws the effective sample size, one curve per kind of weight."""
 
     def paint(axes: Axes) -> None:
-        _curves(axes, steps, curves, markers=len(steps) < 40)
+        for index, (name, values) in enumerate(curves.items()):
+            marker = "os"[index] if len(steps) < 40 else None
+            axes.plot(
+                steps, values, color=CYCLE[index], linestyle=STYLES[index], marker=marker, markersize=4, label=name
+            )
         axes.set(ylim=(0, 1.05), ylabel="share of the samples")
 
     ends = [f"{name} {format_number(of[0])} at first, {format_number(of[-1])} at last" for name, of in curves.items()]
@@ -199,7 +202,7 @@ def _tails_over_steps(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> Cha
 
 
 def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
-    """Returns one chart for each view of the data, and one of the responses that rules would reject by length."""
+    """Returns one chart for each view of the data, and the axes of those that it lacks."""
     shown: list[Chart] = []
     absent: list[str] = []
     for name, texts in TEXTS["views"].items():
@@ -209,7 +212,7 @@ def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
         elif len(view.labels) < 2:
             absent.append(f"{axis} (only {view.labels[0] if view.labels else 'nothing'} in this data)")
         elif view.count.sum() > 0:
-            shown += [*_rejected(view), _chart(view, measured, texts)]
+            shown.append(_chart(view, measured, texts))
     return shown, absent
 
 
@@ -291,44 +294,6 @@ def _bars(view: View, overall: float, texts: Mapping[str, str]) -> Markup:
         axes.set(xlabel=texts["axis"], ylabel="k3, nats")
 
     return draw(texts["title"], paint, legend=True)
-
-
-def _rejected(view: View) -> list[Chart]:
-    """Returns the share of responses that sequence rules would reject, by length; empty for other views."""
-    rules = {
-        name.removeprefix("rejected/"): share
-        for name, share in view.columns.items()
-        if name.startswith("rejected/") and (np.isfinite(share) & (view.count > 0)).any()
-    }
-    if not rules:
-        return []
-
-    def paint(axes: Axes) -> None:
-        _curves(axes, np.arange(len(view.labels)), rules, markers=True)
-        highest = max(float(np.nanmax(share, initial=0.0)) for share in rules.values()) or 1
-        axes.set_ylim(-0.03 * highest, 1.08 * highest)
-        percent(axes.yaxis)
-        _name_bins(axes, view.labels)
-        axes.set(xlabel="length of the response, tokens", ylabel="responses rejected")
-
-    ends = {rule: share[(view.count > 0) & np.isfinite(share)][[0, -1]] for rule, share in rules.items()}
-    worst = max(ends, key=lambda rule: abs(ends[rule][1] - ends[rule][0]))
-    shortest, longest = map(format_percent, ends[worst])
-    return [
-        _panel(
-            TEXTS["charts"]["rejected"],
-            "",
-            draw("Rejected responses by length", paint, legend=True),
-            f"{worst} rejects {shortest} of the shortest responses and {longest} of the longest.",
-        )
-    ]
-
-
-def _curves(axes: Axes, x: np.ndarray, curves: Mapping[str, np.ndarray], *, markers: bool) -> None:
-    for index, (name, values) in enumerate(curves.items()):
-        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
-        marker = "osD^vP"[index % 6] if markers else None
-        axes.plot(x, values, color=color, linestyle=style, marker=marker, markersize=4, label=name)
 
 
 def _log_k3(axes: Axes) -> None:

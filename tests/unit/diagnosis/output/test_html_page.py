@@ -98,7 +98,6 @@ def test_captions_of_the_views_state_planted_numbers() -> None:
     assert result["k3 by age of the weights"] == (
         "k3 1.1e-3 at 0, 0.01 at 4-7; highest 0.01 at 4-7. Mean log-ratio −1.1e-3 at 0, −0.01 at 4-7."
     )
-    assert result["Rejected by length"] == "seq-mis rejects 1.0% of the shortest responses and 72% of the longest."
     # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
     assert result["Log-ratio by probability"].startswith(
         "Widest at <1e-3 (2 nats, 1.1% of the tokens, 27% of the mismatch); 2 at <1e-3, 0.13 at 0.5 to 1."
