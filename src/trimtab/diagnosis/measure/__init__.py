@@ -21,14 +21,7 @@ from trimtab.diagnosis.measure.other_logprobs import PrefillSums, rescored_findi
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
-from trimtab.diagnosis.measure.views import (
-    AXES,
-    AxisView,
-    EntropyView,
-    LengthView,
-    TokenIdView,
-    prompt_view,
-)
+from trimtab.diagnosis.measure.views import AXES, AxisView, TokenIdView, prompt_view
 from trimtab.diagnosis.records import DataSummary, DriftSplit, Measured, Placeholder, finding
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import Finding, TrimtabError
@@ -53,7 +46,7 @@ def measure(
     """
     constants = PlaceholderSums()
     sizes, drift, sample, ids, prefill = SizeSums(), DriftSums(), Sample(), TokenIdView(), PrefillSums()
-    parts = (*map(AxisView, AXES), LengthView(), EntropyView())
+    parts = [AxisView(axis) for axis in AXES]
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for whole in tables:
@@ -74,7 +67,7 @@ def measure(
         raise TrimtabError("no response has a trained token: check loss_mask, at least one token must be True")
     drawn = sample.result()
     unknown = "version" if "policy_version" in summary.missing else ""  # ages of a synchronous trainer, not recorded
-    views = [ids.view(drawn), prompt_view(drawn), *(part.view() for part in parts)]
+    views = [*(part.view() for part in parts), ids.view(drawn), prompt_view(drawn)]
     return Measured(
         origin=replace(
             summary,
