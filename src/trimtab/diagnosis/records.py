@@ -276,14 +276,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class CauseKind:
-    """One row of `causes.toml`: what a cause means, the remedy, and whether no correction makes up for it.
-
-    otherwise: what to do where the check that the remedy begins with finds nothing. is_constant: whether it is a
-    setting or arithmetic of the run, which acts from the first step on.
-
-    proves: whether undoing it in the data proves it. For one that may be intended, where the files do not say so:
-    unsure, what is known then (if it is not `plain`); test, what tells; intended, when a correction is the answer.
-    """
+    """One row of `causes.toml`, which explains its keys."""
 
     name: str
     plain: str
@@ -352,10 +345,7 @@ MUST_FIX = tuple(name for name, kind in CAUSES.items() if kind.must_fix)
 class KnownFault:
     """One row of `known_faults.toml`: a fault of an engine or trainer that was reported in public, matched with data.
 
-    certain: whether the versions of the data are known to be affected. causes: names of causes that it shows as.
-    engine, trainers: empty for any. versions: affected ones according to the source, by package. seen: versions it was
-    observed with. family: a regular expression for the names of the models it occurs in, in lower case; "" for any.
-    link, date: the post that describes it.
+    certain: whether the versions of the data are known to be affected. The table explains the other keys.
     """
 
     certain: bool = False

@@ -4,16 +4,9 @@ Rounding, quantized weights and routing move logits up and down by about one siz
 weights, the prompt or the depth in the context, and on average not at all, whatever the probability of the token. What
 moves tokens of one group further, or tokens of one probability all one way, is something else (`objection`).
 
-The run's recipe decides, if it lies next to the files. Otherwise size decides: rounding shifts logits by about the
-same amount wherever the model is undecided, so it is measured there, with trainer and sampler treated alike. The effect
-of a bit differs by model and text, by a factor of two between prose and few-shot arithmetic on one model. The border
-is therefore above the values measured with bfloat16 on both sides in whole runs, before and after training
-(docs/detection.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
-weight than k3. A residual below `LEAST_RMS` is that of two float32 forwards, or the rounding of the file.
-
-With enough distinct ids there is a second indication: rounding errors differ in every context, other weights shift a
-token the same way in all of them. The share of the variance explained by the token id is 0 to .02 for bfloat16, .12
-and more for eight bits and .24 for four bits and for weights a few updates old.
+The run's recipe decides, if it lies next to the files. Otherwise size does, measured where the model is undecided, with
+trainer and sampler treated alike; and the token id, by which other weights shift a token alike in every context, and
+rounding does not. docs/detection.md has the measurements behind the borders.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from trimtab.pages.charts import (
     draw,
     log_scale,
     log_ticks,
-    quantile_bands,
     scatter_svg,
     short_power,
 )
@@ -40,7 +39,6 @@ _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}
 _LEAST = 1e-8  # a k3 up to here is float32 on both sides
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
-TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 TEXTS = read_table("texts.toml")
 """Title of each chart, and how to read it; of those of views also the axis."""
 
@@ -61,12 +59,11 @@ def size_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
     def column(key: str) -> np.ndarray:
         return np.array([row.get(key, math.nan) for row in steps], dtype=np.float64)
 
-    step, k3, tails = column("step"), column("k3"), [column(key) for key in TAILS]
+    step, k3 = column("step"), column("k3")
     curves = {name: column(key) for key, name in (("ess_token", "token weights"), ("ess_seq", "sequence weights"))}
     curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     shown += [_k3_over_steps(step, k3, size.floor)] if np.isfinite(k3).any() else []
     shown += [_ess_over_steps(step, curves)] if curves else []
-    shown += [_tails_over_steps(step, tails)] if all(np.isfinite(values).all() for values in tails) else []
     return shown, []
 
 
@@ -181,23 +178,6 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
         f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}",
         draw("Effective sample size over steps", paint, legend=True, steps=True),
         f"{'; '.join(ends)}.",
-    )
-
-
-def _tails_over_steps(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> Chart:
-    """Draws the 1, 5, 50, 95 and 99% quantiles of the ratio."""
-
-    def paint(axes: Axes) -> None:
-        quantile_bands(axes, steps, quantiles)
-        axes.set_ylabel("trainer / sampler")
-
-    low, high = quantiles[0], quantiles[-1]
-    worst = int(np.argmax(high / low))
-    return _panel(
-        TEXTS["charts"]["tails"],
-        f"99%: {high[-1]:.3g}",
-        draw("Ratio tails over steps", paint, steps=True),
-        f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}.",
     )
 
 

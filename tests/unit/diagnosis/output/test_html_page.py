@@ -112,7 +112,6 @@ def test_captions_over_steps_and_of_the_scatter_state_planted_numbers() -> None:
     planted = example()
     result = captions(replace(planted, measured=replace(planted.measured, scatter=plane)), panels.size_panels)
     assert result["Trainer against sampler"] == "100 tokens, 3.0% of them more than 0.05 away from the line."
-    assert result["Ratio tails over steps"] == "Widest at step 20: 1% of the ratios below 0.804, 1% above 1.24."
     # First and last quarter: medians of steps 3 and 18, .002 (1 + .15 * 2) and .002 (1 + .15 * 17).
     assert (
         result["k3 over steps"] == "Median of the first quarter 2.6e-3, of the last 7.1e-3; highest 7.7e-3 at step 20."
