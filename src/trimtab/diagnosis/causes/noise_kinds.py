@@ -32,7 +32,7 @@ from trimtab.diagnosis.causes.detector import (
     usual_rms,
 )
 from trimtab.diagnosis.measure.trained_tokens import explained
-from trimtab.diagnosis.records import Cause, Settings
+from trimtab.diagnosis.records import UNPROVEN, Cause, Settings
 from trimtab.runs.metric_catalog import K3, judge, k3_ranges
 
 MAX_K3 = 0.12  # largest k3 that is called noise [4 bits in exact streams: .1]
@@ -46,7 +46,6 @@ MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest t
 STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
 MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
-UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share of such findings that is right: zoo]
 
 QUANTIZED = {"eight bits": (0.13, 0.44), "four bits": (0.39, 2.0)}
 """Smallest and largest root mean square of logits that was measured, by the bits of weights (docs/detection.md)."""
@@ -172,7 +171,7 @@ def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_r
     evidence += f"k3 {left.k3:.2g}, {left.text}, correlation of the probabilities {related:.2f}"
     if reason := objection(tokens, left):
         evidence += f": {reason}"
-    return Cause("unexplained", UNEXPLAINED_CONFIDENCE, evidence, share_of_k3=1.0, tokens=left.tokens)
+    return Cause("unexplained", UNPROVEN, evidence, share_of_k3=1.0, tokens=left.tokens)
 
 
 BORDER_RMS = 0.25  # logits between 16 bits and quantized weights [whole runs: .18-.23, .38-.44]
@@ -186,10 +185,6 @@ BFLOAT16_RMS = 0.008  # logits: an rms below is float16 or tf32 rather than bflo
 EIGHT_BITS_RMS = 0.08  # logits: eight bits move as far, bfloat16 may as well [SmolLM2: .12, .07]
 MAX_STATED = 1.5  # times the largest rms that was measured up to which quantization that is stated explains it
 RECIPE_CONFIDENCE = 0.95  # confidence where the run's recipe says it
-SIZE_CONFIDENCE = 0.65  # confidence where only the size is known: weights a little old move logits as far
-EIGHT_BITS_CONFIDENCE = 0.65  # confidence of precision beyond `EIGHT_BITS_RMS`, without token ids
-MIN_NOISE_TOKENS = 200  # undecided tokens below which the kind of noise is a guess
-FEW_CONFIDENCE = 0.65  # confidence of noise in fewer tokens than that
 MAX_FAR_SHARE = 0.008  # largest share of tokens beyond five usual shifts in noise of one size [tails of 12 bases]
 MIN_FAR_TOKENS = 5  # fewest tokens beyond five usual shifts that count
 MAX_FAR_SHARE_REPAIRED = 0.03  # that share after a repair, which leaves some wrong pairs
@@ -200,7 +195,6 @@ MAX_FAR_SIDE = 0.88  # largest share of them that moves one way: noise and other
 MAX_ROUTING_SHARE = 0.15  # largest share of tokens beyond five usual shifts that other experts explain
 MIN_ROUTING_K3 = 0.65  # least share of k3 in tokens beyond five usual shifts that is called routing [mixture: .9]
 FEW_FAR_K3 = 0.8  # the same where they are as rare as in noise of one size
-ROUTING_CONFIDENCE = 0.85  # confidence of routing
 
 
 @dataclass(frozen=True)
@@ -312,7 +306,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "
             f"{noise.far_k3:.0%} of k3, as where other experts answer; {text}"
         )
-        return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
+        return [_noise("routing", tokens, UNPROVEN, evidence)]
     if known is not None:
         return _by_recipe(tokens, noise, text, known)
     if noise.rms > QUANTIZED["four bits"][1]:
@@ -338,7 +332,7 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
         if noise.rms <= most:
             return [replace(_noise("quantized", tokens, sure, evidence), is_stated=True)]
         evidence += f", but weights of {settings.bits} were not measured to move logits by more than {most:.2g}"
-        return [_noise("quantized", tokens, SIZE_CONFIDENCE, evidence)]
+        return [_noise("quantized", tokens, UNPROVEN, evidence)]
     if noise.k3 > k3_ranges()["moe"].high:
         return []
     if not settings.sixteen_bits:
@@ -348,14 +342,11 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
 
 def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
     """Names the noise by its size, which leaves a doubt: other weights move logits as far as quantized ones do."""
-    sure = min(0.95, 0.55 + 0.5 * abs(noise.coarseness))
-    if noise.tokens < MIN_NOISE_TOKENS:  # in which the tail of another noise does not show
-        sure = min(sure, FEW_CONFIDENCE)
+    sure = min(UNPROVEN, 0.55 + 0.5 * abs(noise.coarseness))
     if noise.coarseness <= 0:
         kind = "float16 or tf32" if noise.rms < BFLOAT16_RMS else "bfloat16"
         evidence = f"{text}: the size of {kind} arithmetic"
         if noise.rms > EIGHT_BITS_RMS and noise.persistent is None:
-            sure = min(sure, EIGHT_BITS_CONFIDENCE)
             evidence += ", which weights of eight bits have too (token ids would tell them apart)"
         return _noise("precision", tokens, sure, evidence)
     evidence = f"{text}: more than bfloat16 on both sides gives (up to 0.23 and 3e-3)"
@@ -365,7 +356,7 @@ def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
         evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
     if tokens.age is None:
         evidence += "; old weights move logits as far, and without versions these files cannot tell"
-    return _noise("quantized", tokens, min(sure, SIZE_CONFIDENCE), evidence)
+    return _noise("quantized", tokens, sure, evidence)
 
 
 def _noise(name: str, tokens: LogprobPairs, sure: float, evidence: str) -> CauseMatch:

@@ -10,7 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 from tests.support.diagnosis_example import MISMATCH, example
 
-from trimtab.diagnosis.against import Comparison, Place
+from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.output.as_text import markdown, rows, terminal_text, versions
 from trimtab.errors import Finding
 from trimtab.intervals import Interval
@@ -148,7 +148,6 @@ def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
         tails=(0.4, 0.2),
         paired="prompt",
         pairs=12,
-        places={"step": (Place("1", 0.1, 0.05), Place("2", 0.1, 0.01))},
         names=("new|a.jsonl", "old.jsonl"),
     )
     lines = markdown(example(), of).splitlines()

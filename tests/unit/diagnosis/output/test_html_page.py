@@ -13,7 +13,7 @@ import pytest
 from tests.support.diagnosis_example import MISMATCH, example, steps, view, views
 from tests.support.html_reader import Reader
 
-from trimtab.diagnosis.against import Comparison, Place
+from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output import panels
@@ -203,7 +203,7 @@ def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines(
     assert "sampler int8, trainer float32, engine.quantize = int8" in issue
 
 
-def test_a_comparison_stands_first_with_its_table_and_places() -> None:
+def test_a_comparison_stands_first_with_its_table() -> None:
     comparison = Comparison(
         first=bare(),
         second=bare(causes=()),
@@ -213,13 +213,12 @@ def test_a_comparison_stands_first_with_its_table_and_places() -> None:
         tails=(0.4, 0.2),
         paired="",
         pairs=0,
-        places={"step": (Place("1", 0.1, 0.05), Place("2", 0.1, 0.01))},
         names=(EVIL, "old.jsonl"),
     )
     text = page(bare(), "", comparison)
     assert "<script" not in text
     texts = [part.strip() for part in Reader(text).texts]
-    order = ["A against B", "2 times (1.5 to 2.5), more than chance", "k3 at step 2", "10 times", "What was found"]
-    assert [part for part in texts if part in order] == [order[0], order[1], order[0], *order[2:]]
+    order = ["A against B", "2 times (1.5 to 2.5), more than chance", "What was found"]
+    assert [part for part in texts if part in order] == order
     [first] = [part for part in texts if part.startswith("k3 in A relative to B: 2 times")]
     assert texts.index(first) < texts.index("A against B")
