@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.measure.other_logprobs import rescored_sides
+from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.text import short_exponent
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed

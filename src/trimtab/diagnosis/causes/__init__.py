@@ -48,7 +48,7 @@ from trimtab.diagnosis.causes.wrong_values import (
     find_placeholder,
     find_wrong_token,
 )
-from trimtab.diagnosis.measure.other_logprobs import rescored_sides
+from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.diagnosis.records import CAUSES, PROVEN, UNPROVEN, Candidate, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave

@@ -4,7 +4,7 @@
   size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
   views           by probability, position, turn, ...
   placeholders    constants in place of log-probs
-  other_logprobs  checks of what a prefill or a third implementation scored
+  rescored        which side is wrong, by what a third implementation scored
 
 Another view is one more `Axis` in views, with its chart in texts.toml (`views`) and, to be named as the place of a
 mismatch, its name in `answer.ORDERED` or in texts.toml (`bins`). Another figure comes from `corrections/statistics.py`.
@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.other_logprobs import PrefillSums, rescored_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
+from trimtab.diagnosis.measure.rescored import rescored_findings
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
 from trimtab.diagnosis.measure.views import AXES, AxisView, TokenIdView, prompt_view
@@ -45,7 +45,7 @@ def measure(
     different columns, and for padding that cannot be told from tokens.
     """
     constants = PlaceholderSums()
-    sizes, drift, sample, ids, prefill = SizeSums(), DriftSums(), Sample(), TokenIdView(), PrefillSums()
+    sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
     parts = [AxisView(axis) for axis in AXES]
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
@@ -60,7 +60,7 @@ def measure(
             continue
         trained += len(tokens)
         scatter += plane(tokens.q, tokens.p, SCATTER)
-        for part in (sizes, drift, ids, prefill, *parts):
+        for part in (sizes, drift, ids, *parts):
             part.add(tokens)
     summary = origin()
     if not trained:
@@ -72,10 +72,7 @@ def measure(
         origin=replace(
             summary,
             trained=trained,
-            findings=(
-                *(*summary.findings, *constants.findings(), *_of_sample(drawn, trained)),
-                *(*prefill.findings(), *rescored_findings(drawn)),
-            ),
+            findings=(*summary.findings, *constants.findings(), *_of_sample(drawn, trained), *rescored_findings(drawn)),
         ),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None and view.name != unknown},

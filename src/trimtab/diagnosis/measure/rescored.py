@@ -1,7 +1,4 @@
-"""Checks of the sampled ids scored again: by the sampler's prefill, and by a third implementation.
-
-Prefill tells which part of the sampler makes the mismatch, a third implementation which side does.
-"""
+"""Checks which side is wrong, by the sampled ids that `trimtab rescore` scored again with a third implementation."""
 
 from __future__ import annotations
 
@@ -16,30 +13,6 @@ from trimtab.errors import Finding
 from trimtab.intervals import Interval, cluster_intervals
 from trimtab.runs.metric_catalog import k3_ranges
 from trimtab.text import short
-
-
-class PrefillSums:
-    """Sums of k3 of decode/prefill and of prefill/trainer over the trained tokens."""
-
-    def __init__(self) -> None:
-        self._sums, self._tokens = np.zeros(2), 0
-
-    def add(self, tokens: TrainedTokens) -> None:
-        if tokens.table.prefill is not None:
-            prefill = tokens.at_tokens(tokens.table.prefill).astype(np.float64)
-            self._sums += k3(np.stack([prefill - tokens.behavior, tokens.trainer - prefill])).sum(1)
-            self._tokens += len(tokens)
-
-    def findings(self) -> tuple[Finding, ...]:
-        """Returns one finding, or none where the data has no prefill."""
-        if not self._tokens:
-            return ()
-        decode, engine = (float(value) for value in self._sums / self._tokens)
-        parts = {"decode (cache or decode kernels)": decode, "the engine (weights or numerics)": engine}
-        # Two parts whose k3 differ by less than a factor of 2 are both of the size of the whole.
-        carry = [name for name, size in parts.items() if 2 * size >= max(parts.values())]
-        return (finding("prefill", decode=short(decode), engine=short(engine), parts=" and ".join(carry)),)
-
 
 CLUSTERS = 1024  # groups or responses that are resampled; more are merged evenly
 LEAD = 4.0  # times by which the k3 of one side must be larger for the mismatch to be its alone
