@@ -49,7 +49,7 @@ def run(cell: Cell, file: Path) -> Result | None:
     """Draws, plants and diagnoses; None where the base has no such stream or it lacks what the fault needs."""
     plant, base = cell.plant, cell.base
     source = base.stream(plant.kind, cell.level)
-    if source is None or not source.tokens.keys() >= plant.needs or cell.tokens < plant.least:
+    if source is None or not source.tokens.keys() >= plant.needs:
         return None
     key = [cell.seed, cell.level, cell.tokens, *f"{base.name}/{plant.name}".encode()]
     random = np.random.default_rng(key)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.measure.other_logprobs import rescored_sides
+from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.text import short_exponent
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
-from zoo.kinds import CONFIG, HEALTHY, KINDS, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
+from zoo.kinds import HEALTHY, KINDS, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
 from zoo.layouts import layout_of, write
 from zoo.plants import REFUSED
 from zoo.tables import LARGE, SURE, percent, table
@@ -25,7 +25,7 @@ FAMILY: Mapping[str, str] = {
     ),
     **dict.fromkeys(("temperature", "raw-logprobs", "truncated-sampling"), SAMPLING),
     **dict.fromkeys(("undelivered", "stale", "stale-cache"), WEIGHTS),
-    **{"routing": ROUTING, "quantized": QUANTIZED, "precision": PRECISION, "long-context": CONFIG, NOTHING: NONE},
+    **{"routing": ROUTING, "quantized": QUANTIZED, "precision": PRECISION, NOTHING: NONE},
     REFUSED: VALUES,
 }
 """The candidate of each cause; `unexplained` has none."""

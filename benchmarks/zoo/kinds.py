@@ -113,7 +113,7 @@ def _formula(level: int) -> Sides:
 
 
 def _trainer(name: str, sides: Callable[[int], Sides]) -> Kind:
-    return _kind(name, sides, LAYOUT, "unexplained long-context?", TRAINER)
+    return _kind(name, sides, LAYOUT, "unexplained", TRAINER)
 
 
 def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
@@ -281,11 +281,11 @@ HEALTHY = (
 """Kinds without a fault."""
 
 FAULTS = (
-    _model("rope: base", [{"theta": v} for v in (9500.0, 8500.0, 5000.0)], "long-context? quantized?"),
-    _model("rope: scale", [{"stretch": v} for v in (1.002, 1.006, 1.02)], "long-context? quantized?"),
-    _model("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "long-context? quantized?"),
-    _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "long-context? quantized?"),
-    _model("attention window", [{"window": v} for v in (110, 100, 80)], "long-context? quantized?"),
+    _model("rope: base", [{"theta": v} for v in (9500.0, 8500.0, 5000.0)], "quantized?"),
+    _model("rope: scale", [{"stretch": v} for v in (1.002, 1.006, 1.02)], "quantized?"),
+    _model("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "quantized?"),
+    _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "quantized?"),
+    _model("attention window", [{"window": v} for v in (110, 100, 80)], "quantized?"),
     _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?", f"{LAST} {CONFIG}"),
     _kind("soft cap formula", _formula, f"{LAST} {CONFIG}", "unexplained temperature?", TRAINER),
     _model("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{LAST} {SAMPLING}"),
@@ -323,7 +323,7 @@ FAULTS = (
     _model(
         "8-bit cache from a position on",
         [{"cache_bits_from": v} for v in (90, 60, 0)],
-        "quantized? long-context?",
+        "quantized?",
         QUANTIZED,
     ),
     _quantized("int8 weights, stated", "int8", stated=True),

@@ -24,8 +24,8 @@ class Plant:
     """A fault.
 
     name: cause and variant, "cause: variant". kind: of the stream that it needs. accepted: first causes that count as
-    right. columns: whether it shows only in columns beside the two log-probs. needs: columns of the stream. least:
-    fewest tokens in which it can show. apart: whether other tokens are as they were, and those with the fault agree or
+    right. columns: whether it shows only in columns beside the two log-probs. needs: columns of the stream.
+    apart: whether other tokens are as they were, and those with the fault agree or
     are read as missing, so that a diagnosis that does not know it names the noise of the base rightly.
     """
 
@@ -36,7 +36,6 @@ class Plant:
     structural: bool = True
     columns: bool = False
     needs: frozenset[str] = frozenset()
-    least: int = 0
     apart: bool = False
 
     @property
@@ -56,11 +55,10 @@ def _plant(
     structural: bool = True,
     columns: bool = False,
     needs: Iterable[str] = (),
-    least: int = 0,
     apart: bool = False,
 ) -> Plant:
     accepted = frozenset({name.partition(":")[0], *also})
-    return Plant(name, kind, change, accepted, structural, columns, frozenset(needs), least, apart)
+    return Plant(name, kind, change, accepted, structural, columns, frozenset(needs), apart)
 
 
 def _nothing(stream: Stream, _level: int, _random: np.random.Generator) -> Stream:
@@ -295,9 +293,7 @@ SINGLE = (
     _plant("non-finite: -inf", "plain", _non_finite(-np.inf, "trainer"), apart=True),
     _plant("non-finite: null", "plain", _null_where_certain, apart=True),
     _plant("routing", "routed", _nothing, structural=False),
-    _plant("routing: prompts", "prompts", _nothing, "precision", structural=False, columns=True),
-    _plant("long-context: responses", "long", _nothing, structural=False, least=50_000),
-    _plant("long-context: prompts", "long-prompts", _nothing, structural=False, columns=True),
+    _plant("unexplained: prompts", "prompts", _nothing, "precision", structural=False, columns=True),
     _plant("unexplained: unrelated", "plain", _unrelated),
     _plant("unexplained: running sum", "plain", _running_sum),
     _plant("unexplained: per length", "plain", _per_length),

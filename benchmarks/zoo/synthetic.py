@@ -26,8 +26,6 @@ STEPS, RESTART = 8, 4
 ROUTED, ROUTED_SIZE, UNROUTED_SIZE = (0.015, 0.03, 0.06), 1.2, 0.03
 """Share of tokens that other experts answer, and noise of the logits with and without."""
 HARD_PROMPTS, HARD_SIZE = 0.18, (0.3, 0.6, 1.0)
-LONG = (0.15, 0.4, 0.9)
-"""Noise of the logits at the end of the longest contexts; at their start it is a tenth."""
 
 Change = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
 
@@ -130,8 +128,8 @@ def synthetic(size: float, kind: str, level: int) -> Stream:
     """Returns a stream of a base whose trainer has noise of `size` logits; made once.
 
     kind: plain, turns (with observations), cold (another temperature), cut (top-p), aged, steps (weights that never
-    arrive), cached (a prefix cache that outlives weights), routed, prompts (errors that repeat for a prompt), long,
-    long-prompts. level: 0 to 2, its strength, which plain and turns do not have.
+    arrive), cached (a prefix cache that outlives weights), routed, prompts (errors that repeat for a prompt).
+    level: 0 to 2, its strength, which plain and turns do not have.
     """
     return _made(size, kind, 0 if kind in ("plain", "turns") else level)
 
@@ -141,8 +139,6 @@ def _made(size: float, kind: str, level: int) -> Stream:
     random = np.random.default_rng([len(kind), level, int(1e6 * size)])
     # Only the base without noise is used with 200,000 tokens, which must not be a few tokens many times.
     tokens = LARGE_POOL if size < 1e-5 else POOL
-    if kind == "long":
-        return _long(size, level, random, tokens)
     layout = Layout.of(random, tokens=tokens)
     if kind == "plain":
         return draw(layout, noise(size), random)
@@ -156,9 +152,7 @@ def _made(size: float, kind: str, level: int) -> Stream:
     if kind == "prompts":
         hard = random.random(layout.rows["prompt"].max() + 1) < HARD_PROMPTS
         return draw(layout, noise(np.where(hard[layout.rows["prompt"]][layout.row], HARD_SIZE[level], size)), random)
-    return {"turns": _turns, "aged": _aged, "steps": _steps, "cached": _cached, "long-prompts": _long_prompts}[kind](
-        layout, size, level, random
-    )
+    return {"turns": _turns, "aged": _aged, "steps": _steps, "cached": _cached}[kind](layout, size, level, random)
 
 
 def _turns(layout: Layout, size: float, _level: int, random: np.random.Generator) -> Stream:
@@ -203,18 +197,3 @@ def _cached(layout: Layout, size: float, level: int, random: np.random.Generator
     age = np.array([int(s) - first.setdefault(key, int(s)) for key, s in zip(keys, step, strict=True)])
     weight = np.sqrt(layout.rows["prompt_length"] / 50)
     return draw(layout, drift((2 * DRIFT[level] * age * weight)[layout.row], size), random)
-
-
-def _long_prompts(layout: Layout, size: float, level: int, random: np.random.Generator) -> Stream:
-    """Responses of 80 to 120 tokens after prompts of up to 30,000 tokens, noise in proportion to the depth."""
-    layout = Layout.of(random, tokens=int(layout.starts[-1]), shortest=80, longest=120)
-    length = random.integers(100, 30_000, len(layout.starts) - 1)
-    layout.rows.update(prompt=np.arange(len(length)), prompt_length=length)
-    grown = np.hypot(size, LONG[level] * (0.1 + 0.9 * length / 30_000))
-    return draw(layout, noise(grown[layout.row]), random)
-
-
-def _long(size: float, level: int, random: np.random.Generator, tokens: int) -> Stream:
-    """Responses of 1,400 to 2,600 tokens, noise in proportion to the depth."""
-    layout = Layout.of(random, tokens=max(60_000, tokens), shortest=1400, longest=2600)
-    return draw(layout, noise(np.hypot(size, LONG[level] * (0.1 + 0.9 * layout.position / 2600))), random)

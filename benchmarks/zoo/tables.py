@@ -13,7 +13,7 @@ from zoo.plants import NOTHING
 CAUSES = (
     *("placeholder", "misaligned", "retokenized", "log-base", "wrong-token", "copied", "temperature", "raw-logprobs"),
     *("truncated-sampling", "undelivered", "stale", "stale-cache", "non-finite", "routing", "quantized", "precision"),
-    *("long-context", UNEXPLAINED, NONE, REFUSED),
+    *(UNEXPLAINED, NONE, REFUSED),
 )
 SURE = 0.7
 LARGE = 5_000

@@ -86,16 +86,12 @@ def test_raw_log_probs_on_both_sides_show_in_the_contract(laboratory) -> None:
     drawn = laboratory.sample(top_p=0.9)
     whole = plant.rescore(laboratory.model, drawn)
     silent = plant.table(drawn, whole, behavior=whole)
-    responses = silent.responses
     assert plant.names(silent) == {"copied"}  # more these numbers alone do not say
-    known = plant.table(drawn, whole, behavior=whole, top_p=np.full(responses, 0.9))
-    assert plant.names(known) == {"copied", "raw-logprobs"}
+    responses = silent.responses
     reported_raw = plant.table(
         drawn, whole, behavior=whole, temperature=np.full(responses, 0.7), raw=np.ones(responses, bool)
     )
     assert plant.names(reported_raw) == {"copied", "raw-logprobs"}
-    entropy = plant.table(drawn, whole, behavior=whole, entropy=drawn.entropy)
-    assert plant.names(entropy) == {"copied", "raw-logprobs"}
     processed = plant.table(drawn, plant.rescore(laboratory.model, drawn, kept=True), top_p=np.full(responses, 0.9))
     assert plant.names(processed) == set()
 

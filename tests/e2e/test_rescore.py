@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from trimtab.cli.main import run
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.measure.other_logprobs import rescored_sides
+from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.trainer.models import bundled
 from trimtab.trainer.models.load import BUNDLED, load_plain

@@ -73,10 +73,6 @@ def views(hostile: str = "1234") -> dict[str, View]:
     edges = np.array([0.0, 1e-3, 1e-2, 1e-1, 0.5, 1.0])
     deciles = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
     lengths = ["1-16", "17-32", "33-64", "65-128", "129-256"]
-    rejected = {
-        "rejected/geo-mask": np.array([0.30, 0.22, 0.15, 0.10, 0.06]),
-        "rejected/seq-mis": np.array([0.01, 0.05, 0.16, 0.38, 0.72]),
-    }
     parts = (
         view(
             "probability",
@@ -91,7 +87,7 @@ def views(hostile: str = "1234") -> dict[str, View]:
             lengths,
             [4000, 12000, 30000, 30000, 15000],
             [0.0047, 0.0048, 0.0048, 0.0049, 0.0047],
-            columns=rejected,
+            columns={"responses": np.array([400, 500, 600, 300, 100])},
         ),
         view("version", ["0", "1", "2", "4-7"], [23000, 23000, 22500, 22500], [0.0011, 0.003, 0.0052, 0.0101]),
         view("token", ["220", hostile, "17", "13"], [30000, 800, 9000, 51200], [0.002, 0.2, 0.004, 0.0032]),

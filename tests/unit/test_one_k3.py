@@ -13,7 +13,6 @@ from trimtab.corrections import Ratios, Sequences
 from trimtab.corrections.divergences import k3, per_token
 from trimtab.diagnosis import tokens
 from trimtab.diagnosis.causes.detector import LogprobPairs
-from trimtab.diagnosis.measure.other_logprobs import PrefillSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.monitor.metrics_of_step import step_metrics
 from trimtab.objectives import mismatch
@@ -29,11 +28,8 @@ def test_an_unlikely_token_has_the_same_k3_in_every_command() -> None:
         mask=np.array([True]),
         behavior=np.array([SAMPLER], np.float32),
         proximal=np.array([TRAINER], np.float32),
-        prefill=np.array([SAMPLER], np.float32),
     )
     trained = TrainedTokens.of(table, 0)
-    prefill = PrefillSums()
-    prefill.add(trained)
     train, rollout, mask = torch.tensor([[TRAINER]]), torch.tensor([[SAMPLER]]), torch.tensor([[True]])
     ratios = Ratios(train - rollout, Sequences(mask))
     found = {
@@ -46,7 +42,6 @@ def test_an_unlikely_token_has_the_same_k3_in_every_command() -> None:
         "report": float(_mismatch(np.array([-25.0]))[0]),
     }
     assert found == pytest.approx(dict.fromkeys(found, 24.0), rel=1e-6)
-    assert "24 between prefill and trainer" in prefill.findings()[0].detail
 
 
 def test_k3_never_overflows_and_is_never_negative() -> None:

@@ -1,13 +1,13 @@
-"""Compares two diagnoses (`trimtab diagnose A --against B`): how much larger the mismatch is, where, beyond chance.
+"""Compares two diagnoses (`trimtab diagnose A --against B`): whether the mismatch is larger beyond chance.
 
-`Comparison` holds the numbers; the functions below `_means` put them into the sentences and tables that the terminal,
+`Comparison` holds the numbers; the functions below `_change` put them into the sentences and tables that the terminal,
 Markdown and the page print.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +18,10 @@ from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import figure, format_number, format_percent, with_interval
 from trimtab.diagnosis.measure.size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.tokens import DECILES
 from trimtab.intervals import Interval, cluster_intervals
 
 TAIL = 0.01
 """Share of the tokens that make up the tail: those with the largest log-ratios."""
-FEWEST = 50
-"""Fewest tokens of a place, on each side, for which its k3 is compared."""
 _FEWEST_CLUSTERS = 5
 """Fewest clusters of a side for which intervals are given."""
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
@@ -34,15 +31,6 @@ _AGREE = ("exact", "rounding")
 HEADS = ("", "A", "B", "A against B")
 
 
-@dataclass(frozen=True)
-class Place:
-    """k3 of both sides at one bin of a view (position, length, step)."""
-
-    label: str
-    first: float
-    second: float
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """The first diagnosis (A) compared with the second (B).
@@ -50,7 +38,7 @@ class Comparison:
     k3, ratio_mean: first over second. tail: first minus second, of the share of k3 that 1% of the tokens hold; `tails`
     are the two shares. All with 95% intervals over responses, NaN ends where there are too few; the value is NaN where
     a side is 0. paired: "response" or "prompt" where at least half of those of the smaller side occur on both, by which
-    the intervals are paired, else empty; `pairs` of them do. places: by name of the view. names: of the files, empty
+    the intervals are paired, else empty; `pairs` of them do. names: of the files, empty
     where they are left out.
     """
 
@@ -62,7 +50,6 @@ class Comparison:
     tails: tuple[float, float]
     paired: str
     pairs: int
-    places: Mapping[str, tuple[Place, ...]]
     names: tuple[str, str] = ("", "")
 
     @property
@@ -95,9 +82,7 @@ def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "
     logs = cluster_intervals(sums, lambda drawn: {name: _statistics(drawn)[name] for name in known}, seed)
     changes = {name: _change(logs.get(name), few, exponential=name != "tail") for name in whole}
     one, two = (float(tail / k3) if k3 > 0 else math.nan for _, _, k3, tail in sums.sum(axis=0).reshape(2, 4))
-    return Comparison(
-        first, second, **changes, tails=(one, two), paired=paired, pairs=pairs, places=_places(*sides), names=names
-    )
+    return Comparison(first, second, **changes, tails=(one, two), paired=paired, pairs=pairs, names=names)
 
 
 def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.ndarray, np.ndarray], str, int]:
@@ -105,43 +90,26 @@ def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.nda
 
     A cluster is a prompt, or a response where prompts are unknown; what occurs on both sides is one cluster.
     """
-    one, two = _prompts(first), _prompts(second)
-    named = first.table.prompt is not None and second.table.prompt is not None
-    if not named:
-        two = two + int(one.max(initial=0)) + 1
-    answers = _answers(first), _answers(second)
-    if answers[0] is not None and answers[1] is not None:
-        where = dict(zip(answers[0], one.tolist(), strict=True))
-        found = [where.get(answer, -1) for answer in answers[1]]
-        pairs = sum(place >= 0 for place in found)
-        if 2 * pairs >= min(len(one), len(two)):
-            return _numbered(one, np.where(np.array(found) >= 0, found, two)), "response", pairs
-    if named:
-        both = len(np.intersect1d(one, two))
-        if 2 * both >= min(len(np.unique(one)), len(np.unique(two))):
-            return _numbered(one, two), "prompt", both
-    return _numbered(one, two + int(one.max(initial=0)) + 1), "", 0
+    tables = first.table, second.table
+    by = "prompt" if all(table.prompt is not None for table in tables) else ""
+    by = by or ("response" if all(table.ids is not None for table in tables) else "")
+    one, two = _keys(first, by), _keys(second, by)
+    names, number = np.unique(np.concatenate([one, two]), return_inverse=True)
+    one, two = number[: len(one)], number[len(one) :]
+    pairs = len(np.intersect1d(one, two))
+    if by and 2 * pairs >= min(len(np.unique(one)), len(np.unique(two))):
+        return (one, two), by, pairs
+    return (one, two + len(names)), "", 0
 
 
-def _prompts(tokens: TrainedTokens) -> np.ndarray:
-    """Returns the prompt of each response (responses,), or its group, or without both its own number."""
-    table = tokens.table
-    column = table.prompt if table.prompt is not None else table.group
+def _keys(tokens: TrainedTokens, by: str) -> np.ndarray:
+    """Returns the prompt of each response (responses,), a hash of its ids, or its group or else its own number."""
+    table, ids = tokens.table, tokens.table.ids
+    if by == "response" and ids is not None:
+        starts = table.starts
+        return np.array([hash(ids[starts[row] : starts[row + 1]].tobytes()) for row in tokens.responses])
+    column = table.prompt if by else table.group
     return np.arange(len(tokens.responses)) if column is None else tokens.per_response(column)
-
-
-def _answers(tokens: TrainedTokens) -> list[bytes] | None:
-    """Returns what identifies the content of each response, its token ids; None without ids."""
-    ids = tokens.table.ids
-    if ids is None:
-        return None
-    starts = tokens.table.starts
-    return [ids[starts[row] : starts[row + 1]].tobytes() for row in tokens.responses]
-
-
-def _numbered(one: np.ndarray, two: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    _, places = np.unique(np.concatenate([one, two]), return_inverse=True)
-    return places[: len(one)], places[len(one) :]
 
 
 def _sums(tokens: TrainedTokens, cluster: np.ndarray) -> np.ndarray:
@@ -165,40 +133,6 @@ def _change(change: Interval | None, few: bool, *, exponential: bool) -> Interva
     return Interval(value, math.nan, math.nan) if few else Interval(value, low, high)
 
 
-def _places(first: TrainedTokens, second: TrainedTokens) -> dict[str, tuple[Place, ...]]:
-    """Returns k3 by position, length and step, at the bins that both sides have with enough tokens."""
-    tenth = 100 // DECILES
-    labels: dict[str, Callable[[int], str]] = {
-        "position": lambda bin_: f"{tenth * bin_}-{tenth * (bin_ + 1)}%",
-        "length": lambda bin_: f"{1 << bin_}-{(2 << bin_) - 1} tokens" if bin_ else "1 token",
-        "step": str,
-    }
-    sides, result = (_means(first), _means(second)), {}
-    for name, label in labels.items():
-        one, two = (side.get(name, {}) for side in sides)
-        common = sorted(one.keys() & two.keys())
-        if len(common) > 1:
-            result[name] = tuple(Place(label(bin_), one[bin_], two[bin_]) for bin_ in common)
-    return result
-
-
-def _means(tokens: TrainedTokens) -> dict[str, dict[int, float]]:
-    """Returns the mean k3 of each bin with enough tokens, by view and bin."""
-    bins = {
-        "position": tokens.at_tokens(tokens.table.decile),
-        "length": np.floor(np.log2(tokens.lengths)).astype(np.int64)[tokens.rows],
-    }
-    if tokens.table.step is not None:
-        bins["step"] = tokens.per_response(tokens.table.step)[tokens.rows]
-    result = {}
-    for name, of_token in bins.items():
-        keys, place, count = np.unique(of_token, return_inverse=True, return_counts=True)
-        means = np.bincount(place, weights=tokens.k3) / count
-        enough = count >= FEWEST
-        result[name] = dict(zip(keys[enough].tolist(), means[enough].tolist(), strict=True))
-    return result
-
-
 def verdict_lines(comparison: Comparison) -> list[str]:
     """Returns whether A differs from B, by how much, the first cause of each, and what to repair first."""
     sizes = {letter: side.measured.size for letter, _, side in comparison.sides}
@@ -219,7 +153,6 @@ def rows(comparison: Comparison) -> list[tuple[str, str]]:
     lines += [(letter, f"{name and f'{name}: '}{side.answer.read}") for letter, name, side in comparison.sides]
     changes = figures(comparison)[:3]
     lines += [(name, f"{one} in A, {two} in B: {change}") for name, one, two, change in changes]
-    lines += [(f"by {name}", _range_text(places)) for name, places in comparison.places.items()]
     return [*lines, ("paired", paired_text(comparison))]
 
 
@@ -244,15 +177,6 @@ def figures(comparison: Comparison) -> list[tuple[str, ...]]:
     ]
 
 
-def place_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Returns k3 at each place that both sides have, as rows of the table of `HEADS`."""
-    return [
-        (f"k3 at {name} {place.label}", format_number(place.first), format_number(place.second), _times(place))
-        for name, places in comparison.places.items()
-        for place in places
-    ]
-
-
 def paired_text(comparison: Comparison) -> str:
     if not comparison.paired:
         return "neither prompts nor responses are known to occur in both: the intervals compare independent samples"
@@ -274,16 +198,3 @@ def _change_text(change: Interval, equal: float, form: Callable[[float], str], u
 def _factor(value: float) -> str:
     """Formats a factor: 0.46, 2.2, 74, 270; very small and very large ones as powers of ten."""
     return f"{value:,.0f}" if 10 <= value < 1e5 else format_number(value)
-
-
-def _times(place: Place) -> str:
-    return f"{_factor(place.first / place.second)} times" if place.second > 0 else "–"
-
-
-def _range_text(places: Sequence[Place]) -> str:
-    positive = [place for place in places if place.second > 0 and place.first > 0]
-    if not positive:
-        return "not comparable: k3 is 0 on one side"
-    ordered = sorted(positive, key=lambda place: place.first / place.second)
-    least, most = ordered[0], ordered[-1]
-    return f"k3 of A is between {_times(least)} that of B ({least.label}) and {_times(most)} ({most.label})"

@@ -175,11 +175,11 @@ class MismatchSize:
 
 @dataclass(frozen=True, eq=False)
 class DriftSplit:
-    """The total drift (mean k3, log-ratio variance), split into mismatch (that of age 0) and staleness (the rest).
+    """The total drift (mean k3), split into mismatch (that of age 0) and staleness (the rest).
 
     separable: whether the data has `proximal_version` and tokens of age 0; if not, `why` names what is missing.
-    mismatch, staleness: the two parts, which sum to the mean k3 over all tokens. intervals: 95%, of both and of
-    `variance_mismatch` and `variance_staleness`, the same split of the log-ratio's variance; empty with few responses.
+    mismatch, staleness: the two parts, which sum to the mean k3 over all tokens. intervals: 95%, of both; empty with
+    few responses.
     """
 
     separable: bool
@@ -196,8 +196,7 @@ class View:
     name: probability, position, length, token, prompt, turn (positions around its boundaries), turn-number,
     observation (tokens since the last one), version (age in updates), entropy. low, median, high: 2%, 50% and 98%
     quantile of the log-ratio. Each array is (bins,); labels are the displayed names; edges are (bins + 1,) where bins
-    are intervals. columns: further arrays by name, such as `rejected/<rule>` of the length view, the share of responses
-    in the bin that a sequence rule would reject.
+    are intervals. columns: further arrays by name, such as `responses` of the length view.
     """
 
     name: str
@@ -277,14 +276,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class CauseKind:
-    """One row of `causes.toml`: what a cause means, the remedy, and whether no correction makes up for it.
-
-    otherwise: what to do where the check that the remedy begins with finds nothing. is_constant: whether it is a
-    setting or arithmetic of the run, which acts from the first step on.
-
-    proves: whether undoing it in the data proves it. For one that may be intended, where the files do not say so:
-    unsure, what is known then (if it is not `plain`); test, what tells; intended, when a correction is the answer.
-    """
+    """One row of `causes.toml`, which explains its keys."""
 
     name: str
     plain: str
@@ -353,10 +345,7 @@ MUST_FIX = tuple(name for name, kind in CAUSES.items() if kind.must_fix)
 class KnownFault:
     """One row of `known_faults.toml`: a fault of an engine or trainer that was reported in public, matched with data.
 
-    certain: whether the versions of the data are known to be affected. causes: names of causes that it shows as.
-    engine, trainers: empty for any. versions: affected ones according to the source, by package. seen: versions it was
-    observed with. family: a regular expression for the names of the models it occurs in, in lower case; "" for any.
-    link, date: the post that describes it.
+    certain: whether the versions of the data are known to be affected. The table explains the other keys.
     """
 
     certain: bool = False

@@ -36,9 +36,8 @@ class TokenTable:
     """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
 
     starts: int64 (responses + 1,). Columns from `step` on are (responses,), all others (tokens,).
-    behavior, proximal, current, prefill, teacher, rescored, entropy: float32, nats; `behavior` as the sampler reported
-    it, `prefill` as the sampler scores the same ids as a prompt, `teacher` as the teacher of a distillation scores
-    them, `rescored` as `trimtab rescore` does.
+    behavior, proximal, current, rescored, entropy: float32, nats; `behavior` as the sampler reported it, `rescored` as
+    `trimtab rescore` scores the same ids.
     mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
     turn: int64, number of the model turn of each token from 0; an observation has that of the turn before.
     step, group, proximal_version: int64. prompt: int64, the same for all responses to one prompt, in every step.
@@ -53,8 +52,6 @@ class TokenTable:
     behavior: np.ndarray
     proximal: np.ndarray | None = None
     current: np.ndarray | None = None
-    prefill: np.ndarray | None = None
-    teacher: np.ndarray | None = None
     rescored: np.ndarray | None = None
     ids: np.ndarray | None = None
     entropy: np.ndarray | None = None

@@ -37,7 +37,7 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of responses that are scored and of all."""
 TOKEN_COLUMNS = {
     **{"ids": "response_ids", "mask": "loss_mask", "entropy": "entropy", "version": "policy_version", "turn": "turn"},
-    **{name: f"logp_{name}" for name in ("behavior", "proximal", "current", "prefill", "teacher", "rescored")},
+    **{name: f"logp_{name}" for name in ("behavior", "proximal", "current", "rescored")},
 }
 ROW_COLUMNS = {"prompt": "prompt_id"} | {
     name: name for name in ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k")

@@ -1,4 +1,4 @@
-"""Two diagnoses compared: planted factors, pairs of the same responses and prompts, chance, and places by hand."""
+"""Two diagnoses compared: planted factors, pairs of the same responses and prompts, chance, and tails by hand."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_same_prompts_are_paired_and_others_are_not(tmp_path: Path) -> None:
     assert paired.k3.high / paired.k3.low < 0.5 * independent.k3.high / independent.k3.low
 
 
-def of(behavior: np.ndarray, trainer: np.ndarray, steps: np.ndarray | None = None) -> Diagnosis:
+def of(behavior: np.ndarray, trainer: np.ndarray) -> Diagnosis:
     """A diagnosis whose sample is the whole data; its own figures are not compared."""
     starts = np.arange(len(behavior) + 1) * behavior.shape[1]
     table = TokenTable(
@@ -118,7 +118,6 @@ def of(behavior: np.ndarray, trainer: np.ndarray, steps: np.ndarray | None = Non
         np.ones(behavior.size, dtype=bool),
         behavior.astype(np.float32).ravel(),
         proximal=trainer.astype(np.float32).ravel(),
-        step=steps,
     )
     whole = example(causes=())
     return replace(whole, measured=replace(whole.measured, sample=table))
@@ -133,24 +132,17 @@ def test_equal_streams_differ_in_one_of_twenty_comparisons() -> None:
     assert misses <= 29  # binomial, 200 cases of 7%: 30 or more in 7e-5 of the runs
 
 
-def test_places_and_tails_by_hand() -> None:
+def test_tails_by_hand() -> None:
     behavior = np.full((10, 100), -1.0)
     one, two = np.full_like(behavior, 0.1), np.full_like(behavior, 0.1)
     one[:, -10:] = 0.3
     two[5:] = -0.2
-    steps = np.repeat([4, 9], 5)
-    comparison = against(of(behavior, behavior + one, steps), of(behavior, behavior + two, steps))
+    comparison = against(of(behavior, behavior + one), of(behavior, behavior + two))
 
     def part(log: float) -> float:
         return math.expm1(log) - log
 
-    places = {name: [(p.label, p.first, p.second) for p in bins] for name, bins in comparison.places.items()}
     close = 1e-5  # log-probs are float32
-    assert [label for label, _, _ in places["step"]] == ["4", "9"]
-    assert [second for _, _, second in places["step"]] == pytest.approx([part(0.1), part(-0.2)], rel=close)
-    assert places["position"][-1][0] == "90-100%"
-    assert [first for _, first, _ in places["position"]] == pytest.approx([part(0.1)] * 9 + [part(0.3)], rel=close)
-    assert "length" not in places, "all responses are of one length"
     # The 1% of the tokens with the largest log-ratios: all 100 of 0.3, and of the other side all 500 of -0.2.
     whole = 900 * part(0.1) + 100 * part(0.3)
     assert comparison.tails[0] == pytest.approx(100 * part(0.3) / whole, rel=close)

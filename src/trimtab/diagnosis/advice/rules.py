@@ -201,7 +201,6 @@ CONDITIONS: Mapping[str, Callable[[RuleInputs], bool]] = {
     "tiny": lambda inputs: inputs.tokens < FEWEST and not inputs.names,
     "stale, short": lambda inputs: "stale" in inputs.names and inputs.kept("seq-bypass") >= ACCEPTED,
     "stale, long": lambda inputs: "stale" in inputs.names,
-    "long-context": lambda inputs: "long-context" in inputs.names,
     "quantized": lambda inputs: "quantized" in inputs.names,
     "moe": lambda inputs: "routing" in inputs.names or (inputs.verdict == "moe" and "precision" not in inputs.names),
     "precision": lambda inputs: "precision" in inputs.names or inputs.verdict in ("dense", "small-dense"),

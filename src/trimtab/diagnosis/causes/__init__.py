@@ -16,7 +16,6 @@ to hold. What no detector explains is `unexplained`.
   wrong_values     placeholder, non-finite, log-base, wrong-token, copied
   wrong_pairs      misaligned, retokenized
   sampling_faults  temperature, truncated-sampling, raw-logprobs
-  long_context     long-context
   old_weights      stale-cache, undelivered, stale
   noise_kinds      precision, quantized, routing, unexplained
   signs            what tokens show where nothing is proven; candidates  ranks by them what it may be (candidates.toml)
@@ -36,7 +35,6 @@ import numpy as np
 
 from trimtab.diagnosis.causes.candidates import rank
 from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
-from trimtab.diagnosis.causes.long_context import find_depth_growth
 from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
 from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
@@ -50,7 +48,7 @@ from trimtab.diagnosis.causes.wrong_values import (
     find_placeholder,
     find_wrong_token,
 )
-from trimtab.diagnosis.measure.other_logprobs import rescored_sides
+from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.diagnosis.records import CAUSES, PROVEN, UNPROVEN, Candidate, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
@@ -65,7 +63,6 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
     (find_shifts, find_swapped_responses),
     (find_retokenized,),
     (find_sampling_faults,),
-    (find_depth_growth,),
     (find_stale_cache,),
     (find_undelivered, find_drift),
     (find_noise,),

@@ -99,10 +99,6 @@ class LogprobPairs:
         return self.index - first[np.searchsorted(trained, self.index)]
 
     @cached_property
-    def entropy(self) -> np.ndarray | None:
-        return None if self.table.entropy is None else self.table.entropy[self.index].astype(np.float64)
-
-    @cached_property
     def ids(self) -> np.ndarray | None:
         return None if self.table.ids is None else self.table.ids[self.index]
 

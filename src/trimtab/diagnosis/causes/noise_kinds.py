@@ -4,16 +4,9 @@ Rounding, quantized weights and routing move logits up and down by about one siz
 weights, the prompt or the depth in the context, and on average not at all, whatever the probability of the token. What
 moves tokens of one group further, or tokens of one probability all one way, is something else (`objection`).
 
-The run's recipe decides, if it lies next to the files. Otherwise size decides: rounding shifts logits by about the
-same amount wherever the model is undecided, so it is measured there, with trainer and sampler treated alike. The effect
-of a bit differs by model and text, by a factor of two between prose and few-shot arithmetic on one model. The border
-is therefore above the values measured with bfloat16 on both sides in whole runs, before and after training
-(docs/detection.md), and the confidence near it is low. The rms of the logits varies less between such runs and has more
-weight than k3. A residual below `LEAST_RMS` is that of two float32 forwards, or the rounding of the file.
-
-With enough distinct ids there is a second indication: rounding errors differ in every context, other weights shift a
-token the same way in all of them. The share of the variance explained by the token id is 0 to .02 for bfloat16, .12
-and more for eight bits and .24 for four bits and for weights a few updates old.
+The run's recipe decides, if it lies next to the files. Otherwise size does, measured where the model is undecided, with
+trainer and sampler treated alike; and the token id, by which other weights shift a token alike in every context, and
+rounding does not. docs/detection.md has the measurements behind the borders.
 """
 
 from __future__ import annotations
@@ -39,7 +32,7 @@ from trimtab.diagnosis.causes.detector import (
     usual_rms,
 )
 from trimtab.diagnosis.measure.trained_tokens import explained
-from trimtab.diagnosis.records import Cause, Settings
+from trimtab.diagnosis.records import UNPROVEN, Cause, Settings
 from trimtab.runs.metric_catalog import K3, judge, k3_ranges
 
 MAX_K3 = 0.12  # largest k3 that is called noise [4 bits in exact streams: .1]
@@ -53,9 +46,6 @@ MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest t
 STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
 MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
-UNEXPLAINED_CONFIDENCE = 0.65  # confidence of unexplained [share of such findings that is right: zoo]
-MIN_GROUP_PART = 0.05  # smallest share of the tokens that a group pointed out may have
-MIN_GROUP_LIFT = 2.0  # least ratio of a group's share of k3 to its share of the tokens
 
 QUANTIZED = {"eight bits": (0.13, 0.44), "four bits": (0.39, 2.0)}
 """Smallest and largest root mean square of logits that was measured, by the bits of weights (docs/detection.md)."""
@@ -76,8 +66,7 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
     steps = drift_between_steps(tokens)
     if steps is not None and np.ptp(steps.sizes) > math.log(MAX_STEP_GROWTH):
         return f"{steps.text}, and noise has one size"
-    parts = {name: part for name, part in uneven_by(tokens).items() if name != "step"}  # k3 decides about steps, above
-    name, part = max(parts.items(), key=lambda item: item[1], default=("", 0.0))
+    name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
     if part > MAX_UNEVEN:
         return f"the {name} decides {part:.0%} of the variance of its size, and noise has one size"
     return ""
@@ -94,15 +83,15 @@ def part_by_probability(tokens: LogprobPairs) -> float:
 
 
 def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
-    """Returns the share of the variance of log sizes that steps, ages, prompts and depths explain, by their name."""
+    """Returns the share of the variance of log sizes that ages, prompts and depths explain, by their name."""
     tokens = tokens.distinct
     undecided = tokens.undecided
     if undecided.sum() < 2 * MIN_GROUP_TOKENS:
         return {}
     size = log_size(tokens.shift[undecided])
-    columns = {"step": tokens.step, "age of the weights": tokens.age, "prompt": tokens.prompt}
     found = {}
-    for name, group in {**columns, "depth": parts_of(tokens.depth)}.items():
+    groups_of = {"age of the weights": tokens.age, "prompt": tokens.prompt, "depth": parts_of(tokens.depth)}
+    for name, group in groups_of.items():
         if group is None:
             continue
         least, groups = (MIN_PROMPT_TOKENS, MIN_PROMPTS) if name == "prompt" else (MIN_GROUP_TOKENS, MIN_GROUPS)
@@ -182,38 +171,7 @@ def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_r
     evidence += f"k3 {left.k3:.2g}, {left.text}, correlation of the probabilities {related:.2f}"
     if reason := objection(tokens, left):
         evidence += f": {reason}"
-    if left.mean_is_one != "no":
-        evidence += _size_text(tokens)
-    return Cause("unexplained", UNEXPLAINED_CONFIDENCE, evidence + _where(tokens), share_of_k3=1.0, tokens=left.tokens)
-
-
-def _size_text(tokens: LogprobPairs) -> str:
-    """Compares the size of the shifts with that of quantized weights; empty where it is smaller."""
-    undecided = tokens.undecided
-    if undecided.sum() < MIN_GROUP_TOKENS:
-        return ""
-    rms = usual_rms(tokens.shift[undecided])
-    if rms < min(low for low, _ in QUANTIZED.values()):
-        return ""
-    alike = [bits for bits, (low, high) in QUANTIZED.items() if low <= rms <= high]
-    given = f"as with weights of {' or '.join(alike)}" if alike else "more than quantized weights give"
-    return f"; logits differ by {rms:.2g} (root mean square), {given}"
-
-
-def _where(tokens: LogprobPairs) -> str:
-    """Points at the group of tokens (a turn, a step, a stretch of responses) with far more k3 than the others."""
-    k3 = tokens.k3
-    groups = {"turn": tokens.turn + 1, "tenth of the response": tokens.table.decile[tokens.index] + 1}
-    if tokens.step is not None:
-        groups["step"] = tokens.step
-    best, text = MIN_GROUP_LIFT, ""
-    for name, group in groups.items():
-        for value in np.unique(group)[:1000]:
-            inside = group == value
-            part, mass = inside.mean(), k3[inside].sum() / max(k3.sum(), 1e-300)
-            if MIN_GROUP_PART < part < 0.9 and mass > best * part:
-                best, text = mass / part, f"; {name} {value} holds {mass:.0%} of k3 with {part:.0%} of the tokens"
-    return text
+    return Cause("unexplained", UNPROVEN, evidence, share_of_k3=1.0, tokens=left.tokens)
 
 
 BORDER_RMS = 0.25  # logits between 16 bits and quantized weights [whole runs: .18-.23, .38-.44]
@@ -225,13 +183,8 @@ MIN_IDS = 60  # fewest ids that occur twice
 MIN_ID_TOKENS = 1500  # fewest undecided tokens in which the part that depends on their ids shows
 BFLOAT16_RMS = 0.008  # logits: an rms below is float16 or tf32 rather than bfloat16
 EIGHT_BITS_RMS = 0.08  # logits: eight bits move as far, bfloat16 may as well [SmolLM2: .12, .07]
-MAX_RECIPE_RMS = 1.3  # logits: the largest rms measured for float32 against bfloat16, after an update
 MAX_STATED = 1.5  # times the largest rms that was measured up to which quantization that is stated explains it
 RECIPE_CONFIDENCE = 0.95  # confidence where the run's recipe says it
-SIZE_CONFIDENCE = 0.65  # confidence where only the size is known: weights a little old move logits as far
-EIGHT_BITS_CONFIDENCE = 0.65  # confidence of precision beyond `EIGHT_BITS_RMS`, without token ids
-MIN_NOISE_TOKENS = 200  # undecided tokens below which the kind of noise is a guess
-FEW_CONFIDENCE = 0.65  # confidence of noise in fewer tokens than that
 MAX_FAR_SHARE = 0.008  # largest share of tokens beyond five usual shifts in noise of one size [tails of 12 bases]
 MIN_FAR_TOKENS = 5  # fewest tokens beyond five usual shifts that count
 MAX_FAR_SHARE_REPAIRED = 0.03  # that share after a repair, which leaves some wrong pairs
@@ -242,25 +195,20 @@ MAX_FAR_SIDE = 0.88  # largest share of them that moves one way: noise and other
 MAX_ROUTING_SHARE = 0.15  # largest share of tokens beyond five usual shifts that other experts explain
 MIN_ROUTING_K3 = 0.65  # least share of k3 in tokens beyond five usual shifts that is called routing [mixture: .9]
 FEW_FAR_K3 = 0.8  # the same where they are as rare as in noise of one size
-MIN_PROMPT_PART = 0.2  # least share of the variance of log sizes that the prompt decides, as a cause [4 bits: .18]
-MAX_WORST_PROMPTS = 0.33  # largest share of the prompts that may hold 80% of k3, as a cause [4 bits: .37]
-ROUTING_CONFIDENCE = 0.85  # confidence of routing
 
 
 @dataclass(frozen=True)
 class Noise:
     """The zero-mean residual between trainer and sampler.
 
-    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from.
-    is_lower_bound: whether rms is only a lower bound, and k3 unknown. persistent: share of the variance explained by
-    token ids; None if unknown, 0 if not significant. far, far_k3: share of the undecided tokens beyond five times the
-    usual shift, and of k3 in them.
+    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from. persistent:
+    share of the variance explained by token ids; None if unknown, 0 if not significant. far, far_k3: share of the
+    undecided tokens beyond five times the usual shift, and of k3 in them.
     """
 
     rms: float
     k3: float
     tokens: int
-    is_lower_bound: bool = False
     persistent: float | None = None
     far: float = 0.0
     far_k3: float = 0.0
@@ -270,22 +218,18 @@ class Noise:
     def coarseness(self) -> float:
         """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
         by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
-        if self.is_lower_bound:
-            return by_rms
         by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3)
         weight, by_ids = RMS_WEIGHT, IDS_SHIFT if self.persistent else 0.0
         return weight * by_rms + (1 - weight) * by_k3 + by_ids
 
     @property
     def text(self) -> str:
-        size = f"logits of {self.tokens} undecided tokens differ by {self.rms:.2g} (root mean square)"
-        return size + (" besides the larger difference above" if self.is_lower_bound else f", k3 = {self.k3:.1e}")
+        return (
+            f"logits of {self.tokens} undecided tokens differ by {self.rms:.2g} (root mean square), k3 = {self.k3:.1e}"
+        )
 
 
-def measure_noise(tokens: LogprobPairs, direction: int = 0) -> Noise:
-    """Measures the noise, or a lower bound of it where a fault that cannot be undone moves tokens in one direction."""
-    if direction:
-        return _lower_bound(tokens, direction)
+def measure_noise(tokens: LogprobPairs) -> Noise:
     undecided = tokens.undecided
     if undecided.sum() < 10:
         undecided = tokens.behavior < -1e-3
@@ -329,46 +273,26 @@ def id_part(tokens: LogprobPairs, scale: float) -> float | None:
     return 0.0 if undecided.sum() >= MIN_ID_TOKENS else None
 
 
-def _lower_bound(tokens: LogprobPairs, direction: int) -> Noise:
-    """Returns a lower bound on the noise despite a systematic difference, from tokens that moved against it.
-
-    At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.
-    Moves in the other direction are noise; the tail of a normal beyond a point extends half its scale or less past it.
-    """
-    probable = tokens.undecided & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
-    opposite = -direction * tokens.shift[probable]
-    wrong = opposite[opposite > LEAST_RMS]
-    if len(wrong) < 20 or len(wrong) < 0.01 * len(opposite):
-        return Noise(0.0, 0.0, len(wrong), is_lower_bound=True)
-    # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
-    factor = 1.0 if len(wrong) > 0.3 * len(opposite) else 1.5
-    return Noise(rms_of(wrong) * factor, 0.0, len(wrong), is_lower_bound=True)
-
-
 def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Names the noise if it exceeds that of float32 and of the file's rounding, and if it can be noise at all.
 
-    Where a few tokens are far beyond the others, or the tokens of a few prompts are in all their responses, these were
-    routed to other experts; where many are, it is not one noise. The run's settings decide if they determine whether
-    the sampler is quantized.
+    Where a few tokens are far beyond the others, these were routed to other experts; where many are, it is not one
+    noise. The run's settings decide if they determine whether the sampler is quantized. Beside a cause that moves
+    tokens one way and cannot be undone, noise is not seen.
     """
-    noise, residual = measure_noise(tokens, context.direction), Residual.of(tokens)
+    if context.direction:
+        return []
+    noise, residual = measure_noise(tokens), Residual.of(tokens)
     known = context.settings if context.settings is not None and context.settings.coarse is not None else None
     sixteen = known is not None and not known.is_recorded and not known.coarse
     if sixteen:  # what the user says of one side does not bound the other
         known = None
-    text = noise.text
-    if not noise.is_lower_bound:
-        if noise.k3 < max(LEAST_K3, 3 * context.floor):
-            return []
-        if known is None and (evidence := _routing_by_prompt(tokens, residual)):
-            return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
-        if objection(tokens, residual) if known is None else residual.mean_is_one != "yes":
-            return []
-        text += f", {residual.text}"
-    if noise.rms < LEAST_RMS:
+    if noise.k3 < max(LEAST_K3, 3 * context.floor) or noise.rms < LEAST_RMS:
         return []
-    if not noise.is_lower_bound and _has_tail(noise, is_repaired=context.repaired):
+    if objection(tokens, residual) if known is None else residual.mean_is_one != "yes":
+        return []
+    text = f"{noise.text}, {residual.text}"
+    if _has_tail(noise, is_repaired=context.repaired):
         # In routing few tokens hold most of k3 and the others are as usual, unlike in other mixtures of sizes.
         # At the k3 of a dense model rounding with heavy tails does so, too, unless hardly anything else is left.
         least = FEW_FAR_K3 if noise.k3 <= k3_ranges()["dense"].high else MIN_ROUTING_K3
@@ -382,7 +306,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "
             f"{noise.far_k3:.0%} of k3, as where other experts answer; {text}"
         )
-        return [_noise("routing", tokens, ROUTING_CONFIDENCE, evidence)]
+        return [_noise("routing", tokens, UNPROVEN, evidence)]
     if known is not None:
         return _by_recipe(tokens, noise, text, known)
     if noise.rms > QUANTIZED["four bits"][1]:
@@ -400,27 +324,6 @@ def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:
     return is_rare or (noise.far > usual and noise.far_k3 > (MAX_FAR_K3_COARSE if noise.coarseness > 0 else MAX_FAR_K3))
 
 
-def _routing_by_prompt(tokens: LogprobPairs, residual: Residual) -> str:
-    """Returns the evidence that the size of the error repeats for a prompt and nothing else decides it, or ""."""
-    found = uneven_by(tokens)
-    by_prompt, prompts = found.pop("prompt", 0.0), tokens.prompt
-    if prompts is None or by_prompt < MIN_PROMPT_PART or by_prompt < 2 * max(found.values(), default=0.0):
-        return ""
-    if residual.mean_is_one != "yes" or part_by_probability(tokens) > MAX_DIRECTION:
-        return ""
-    _, prompt, count = np.unique(prompts, return_inverse=True, return_counts=True)
-    k3 = np.bincount(prompt, tokens.k3)
-    order = np.argsort(-k3 / count)
-    worst = 1 + int(np.searchsorted(np.cumsum(k3[order]), 0.8 * k3.sum()))
-    if worst > MAX_WORST_PROMPTS * len(count):  # quantized weights err alike in like contexts, in all prompts
-        return ""
-    return (
-        f"the error repeats for a prompt: {worst} of {len(count)} prompts hold 80% of k3 in all their responses, and "
-        f"the prompt decides {by_prompt:.0%} of the variance of its size. That is arithmetic, such as other experts or "
-        "another kernel for these prompts, not chance"
-    )
-
-
 def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings) -> list[CauseMatch]:
     """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
     sure, evidence = RECIPE_CONFIDENCE, f"{text}; {settings.source} {settings}"
@@ -429,8 +332,8 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
         if noise.rms <= most:
             return [replace(_noise("quantized", tokens, sure, evidence), is_stated=True)]
         evidence += f", but weights of {settings.bits} were not measured to move logits by more than {most:.2g}"
-        return [_noise("quantized", tokens, SIZE_CONFIDENCE, evidence)]
-    if noise.k3 > k3_ranges()["moe"].high or (noise.is_lower_bound and noise.rms > MAX_RECIPE_RMS):
+        return [_noise("quantized", tokens, UNPROVEN, evidence)]
+    if noise.k3 > k3_ranges()["moe"].high:
         return []
     if not settings.sixteen_bits:
         sure, evidence = 0.5, f"{text}, although {settings.source} {settings}: check the dtype of the sampler"
@@ -439,14 +342,11 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
 
 def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
     """Names the noise by its size, which leaves a doubt: other weights move logits as far as quantized ones do."""
-    sure = min(0.95, 0.55 + 0.5 * abs(noise.coarseness))
-    if noise.tokens < MIN_NOISE_TOKENS:  # in which the tail of another noise does not show
-        sure = min(sure, FEW_CONFIDENCE)
+    sure = min(UNPROVEN, 0.55 + 0.5 * abs(noise.coarseness))
     if noise.coarseness <= 0:
         kind = "float16 or tf32" if noise.rms < BFLOAT16_RMS else "bfloat16"
         evidence = f"{text}: the size of {kind} arithmetic"
         if noise.rms > EIGHT_BITS_RMS and noise.persistent is None:
-            sure = min(sure, EIGHT_BITS_CONFIDENCE)
             evidence += ", which weights of eight bits have too (token ids would tell them apart)"
         return _noise("precision", tokens, sure, evidence)
     evidence = f"{text}: more than bfloat16 on both sides gives (up to 0.23 and 3e-3)"
@@ -456,7 +356,7 @@ def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
         evidence += ", unless float32 weights are trained with a bfloat16 sampler: see the engine's settings"
     if tokens.age is None:
         evidence += "; old weights move logits as far, and without versions these files cannot tell"
-    return _noise("quantized", tokens, min(sure, SIZE_CONFIDENCE), evidence)
+    return _noise("quantized", tokens, sure, evidence)
 
 
 def _noise(name: str, tokens: LogprobPairs, sure: float, evidence: str) -> CauseMatch:

@@ -7,13 +7,9 @@ between steps; rounding does not. Drift shifts a token the same way in every con
 independent between contexts (tested for vocabularies of words, not of characters).
 
 Versions are those of the weights that were loaded, which says nothing of weights that never arrive, nor of keys and
-values of a prompt that older weights left in a cache. Then the shift grows from step to step at one age, or is larger
-where a prompt was asked before than where one of the same step is asked for the first time.
-
-Only versions state that a lag is there, and a growth at one age contradicts them: every other finding of `stale` may as
-well be weights that do not arrive. Rounding may grow from step to step too, but does not follow the advantage. Versions
-that the files lack and a synchronous trainer decides count as recorded for `undelivered` and `stale-cache`, and as
-unknown for `stale`.
+values that older weights left in a cache. Then the shift grows from step to step at one age, or is larger where a
+prompt was asked before. Versions that the files lack and a synchronous trainer decides count as recorded for
+`undelivered` and `stale-cache`, and as unknown for `stale`.
 """
 
 from __future__ import annotations
@@ -34,11 +30,11 @@ from trimtab.diagnosis.causes.detector import (
     slope_of,
 )
 from trimtab.diagnosis.causes.noise_kinds import IDS_SHIFT, MIN_GROUP_TOKENS, Noise, drift_between_steps, measure_noise
+from trimtab.diagnosis.records import UNPROVEN
 
 GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
 MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones
 MIN_CACHE_GROWTH = 1.3  # least growth of sizes from prompts that are new to those that were asked before
-ASSUMED_CONFIDENCE = 0.85  # confidence of undelivered where ages are those of a synchronous trainer, not recorded
 UNREWARDED_CONFIDENCE = 0.6  # confidence of undelivered where the difference does not follow the advantage
 UNREWARDED_Z = 3.0  # standard errors of the correlation with the advantage below which that is so
 MIN_CORRELATION = 0.15  # least correlation of log-ratio and advantage of responses
@@ -50,7 +46,7 @@ MAX_DRIFT_COARSENESS = -0.8  # largest coarseness of noise that depends on token
 
 def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
-    noise = measure_noise(tokens, context.direction)
+    noise = measure_noise(tokens)
     is_silent = context.direction or noise.rms < LEAST_RMS
     corr, z = (0.0, 0.0) if is_silent else advantage_correlation(tokens)
     text = f"log-ratios of responses correlate with their advantage (correlation {corr:.2f}, z = {z:.1f})"
@@ -139,7 +135,7 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
         f"{k3[1]:.1e} at step {steps.steps[-1]} ({times}), in the order of the steps: "
         "the trainer moves away from weights that the sampler keeps"
     )
-    sure = ASSUMED_CONFIDENCE if context.assumes_current else 0.95
+    sure = UNPROVEN if context.assumes_current else 0.95
     corr, z = advantage_correlation(tokens)
     is_stated = bool(not context.assumes_current and z >= UNREWARDED_Z)
     if corr and z < UNREWARDED_Z:

@@ -1,16 +1,7 @@
 """Detects that tokens were drawn from another distribution: `temperature`, `truncated-sampling` and `raw-logprobs`.
 
-`raw-logprobs` also where the ratio does not show it, since trainer and sampler both report another distribution q than
-tokens were sampled from. Indications are:
-
-  * the file marks log-probs as raw although temperature or truncation changed the sampling;
-  * with a known top_p < 1, log-probs just below 0: such a token is alone in its sampling mask and has exactly 0 in
-    processed log-probs;
-  * an entropy of exactly 0 with a log-prob below 0: the only token of its sampling mask, which the log-prob ignores;
-  * the entropy column: for tokens from q the mean of -log q is H(q). The column is that of q, or of the sampling
-    distribution r = q^a; a is estimated from near-certain tokens, where probability and entropy determine each other.
-    If it is q's, any difference counts. If it is r's, the difference is KL(r || q), of second order in a - 1; a
-    first-order difference means that the column has another temperature than the tokens, not that log-probs are raw.
+`raw-logprobs` also where the ratio does not show it, if the file marks log-probs as raw although temperature or
+truncation changed the sampling.
 """
 
 from __future__ import annotations
@@ -52,7 +43,6 @@ MIN_SURE_MASS = 0.65  # least kept mass that top-p and top-k are sure to explain
 MAX_UP = 0.6  # most tokens that move up for each that moves down
 MAX_FAR = 0.002  # share of ratios below 1/e that truncation may have
 MAX_FAR_OF_MOVED = 0.05  # plus this part of the tokens that moved down
-MAX_UNEVEN = 4.0  # largest ratio of the mean log-ratio to the log of the kept mass
 MAX_PROPORTIONAL = 0.8  # largest correlation of log-ratio and log-prob [zoo: .6; log-base: .94]
 
 FEW_KEPT = 50  # largest top_k that explains a deficit by itself
@@ -102,7 +92,7 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
     if truncation is not None and mirrored is not None:
         truncation, mirrored = (truncation, None) if truncation.mass <= mirrored.mass else (None, mirrored)
     fit = fit_temperature(tokens)
-    if (truncation or mirrored) and not _moves_against(tokens, is_sampler_cut=truncation is not None):
+    if truncation or mirrored:
         fit = None  # truncation explains the line
     # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
     # trainer's is that with noise, which makes the mean of the inverse a little larger.
@@ -135,8 +125,6 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         direction = 1 if fit.a > 1 else -1
     elif found and (truncation or mirrored):
         direction = -1 if truncation else 1
-    elif not found and (hidden := _by_zeros(tokens) or _by_entropy(tokens)) is not None:
-        found = [("raw-logprobs", *hidden)]
     stated = _stated(tokens.table, fit, (truncation or mirrored or Truncation(0.0, 0.0, 0)).mass)
     return [
         CauseMatch(name, text, tokens, len(tokens), sure, direction, is_stated=name in stated)
@@ -212,10 +200,8 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
     # Noise clamped at probability 1 also leaves zeros, but then the other tokens move in both directions.
     many = one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below
     by_zeros = many and up <= MAX_UP * down
-    # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
-    even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVEN * math.log(mass)
     less = mass < 1.0 - MIN_DEFICIT and z < -DEFICIT_Z
-    by_mass = less and even and _is_in_bulk(tokens)
+    by_mass = less and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
     bounded = far <= MAX_FAR + MAX_FAR_OF_MOVED * moved
@@ -234,15 +220,6 @@ def _is_in_bulk(tokens: LogprobPairs) -> bool:
     scale = robust_scale(log_ratio)
     clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
     return z_of(clipped) < -BULK_Z and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
-
-
-def _moves_against(tokens: LogprobPairs, *, is_sampler_cut: bool) -> bool:
-    """Whether tokens move against truncation, which moves log-ratios in one direction only."""
-    up = tokens.log_ratio if is_sampler_cut else -tokens.log_ratio
-    rare, likely = tokens.mean < -1.5, tokens.behavior > math.log(0.5)
-    opposite, lifted = (up > 0.1) & rare, (up > 0.01) & likely
-    frequent = opposite.sum() >= 5 and share(opposite[rare]) > 0.15
-    return bool(frequent or (lifted.sum() >= 8 and share(lifted) > 0.25))
 
 
 def _follows_trainer(tokens: LogprobPairs, residual: Residual, context: Context) -> bool:
@@ -275,18 +252,8 @@ def _truncation_text(cut: str, whole: str, truncation: Truncation) -> str:
     )
 
 
-MAX_K3 = 0.02  # largest k3 for which entropies are compared
-MIN_EXCESS = 0.004  # nats by which tokens are more surprising than their entropy, at least
-EXCESS_Z = 6.0  # standard errors of that mean excess
-MAX_EXPONENT = 1.1  # exponent up to which the entropy column is that of the reported log-probs
-SECOND_ORDER = 0.34  # coefficient of the KL divergence of two temperatures [computed]
-
-Raw = tuple[float, str]
-"""Confidence and evidence that log-probs are not those of the sampling distribution."""
-
-
-def declared_raw(table: TokenTable) -> Raw | None:
-    """Returns whether the file says so."""
+def declared_raw(table: TokenTable) -> tuple[float, str] | None:
+    """Returns confidence and evidence where the file says that log-probs are not those of the sampling distribution."""
     if table.raw is None:
         return None
     processed = np.zeros(table.responses, dtype=bool)
@@ -303,67 +270,3 @@ def declared_raw(table: TokenTable) -> Raw | None:
         f"the file marks the log-probs of {wrong} of {table.responses} responses as raw, and these were sampled at "
         "another temperature than 1 or from a truncated distribution"
     )
-
-
-def _by_zeros(tokens: LogprobPairs) -> Raw | None:
-    top_p = tokens.of_response(tokens.table.top_p)
-    if top_p is None:
-        return None
-    cut = top_p < 0.995
-    zeros = (tokens.behavior > -1e-7) & cut
-    # float32 distinguishes these from 0, and no sampling mask of two tokens leaves one so close to it.
-    near = (tokens.behavior < -1e-6) & (tokens.behavior > 0.5 * np.log(np.where(cut, top_p, 0.5))) & cut
-    if near.sum() < 20 or 3 * zeros.sum() > near.sum():
-        return None
-    return 0.9, (
-        f"at top_p = {float(np.median(top_p[cut])):g} the sampler chooses among a single token where one is almost "
-        f"certain, so that its log-prob is exactly 0; here {int(zeros.sum())} tokens are at 0 and {int(near.sum())} "
-        "just below, so that log-probs are the model's before truncation"
-    )
-
-
-def _by_entropy(tokens: LogprobPairs) -> Raw | None:
-    if tokens.entropy is None:
-        return None
-    known = np.isfinite(tokens.entropy)
-    k3 = float(tokens.k3.mean())
-    if known.sum() < 100 or k3 > MAX_K3:
-        return None
-    behavior, entropy = tokens.behavior[known], tokens.entropy[known]
-    surprise = -behavior - entropy
-    mean, z = float(surprise.mean()), z_of(surprise)
-    single = (entropy < 1e-6) & (behavior < -1e-3)
-    if single.sum() >= 10 and share(single) > 0.005:
-        return 0.9, (
-            f"the entropy column is 0 for {int(single.sum())} tokens that the log-probs call uncertain: tokens were "
-            "drawn from a truncated distribution, not from the one reported"
-        )
-    if abs(mean) < MIN_EXCESS + 0.02 * float(entropy.mean()) + 5 * k3 or abs(z) < EXCESS_Z:
-        return None
-    exponent = _exponent(behavior, entropy)
-    if exponent is None or exponent < 1 / MAX_EXPONENT:
-        return None
-    second = SECOND_ORDER * max(exponent - 1, 0.0) ** 1.5 * float(behavior.var())
-    temperature = tokens.table.temperature
-    is_hot = temperature is not None and bool(np.nanmedian(temperature) > 1)
-    if exponent > MAX_EXPONENT and (not 0 < mean < second or is_hot):
-        return None
-    shape = "flatter" if exponent <= MAX_EXPONENT and mean > 0 else "sharper"
-    return 0.8, (
-        f"the mean of -log-prob is {mean:+.3f} nats off the entropy column (z = {z:.1f}), where both are equal for "
-        f"tokens of the reported distribution: they were drawn from a {shape} one"
-    )
-
-
-def _exponent(behavior: np.ndarray, entropy: np.ndarray) -> float | None:
-    """Returns a, where the entropy column is that of (reported distribution)^a; None with too few tokens.
-
-    Estimated from near-certain tokens of probability 1 - e, whose entropy is h(e) + e h with h about 1.
-    """
-    doubt = np.geomspace(1e-7, 0.5, 400)
-    whole = -(1 - doubt) * np.log1p(-doubt) - doubt * np.log(doubt) + doubt
-    use = (behavior > np.log(0.9)) & (behavior < -1e-4) & (entropy > whole[0])
-    if use.sum() < 10:
-        return None
-    implied = -np.log(np.interp(entropy[use], whole, doubt))
-    return float(np.median(implied / logit(behavior[use])))

@@ -17,7 +17,6 @@ from trimtab.diagnosis.causes.detector import (
     LogprobPairs,
     Residual,
     centered,
-    correlation,
     log_size,
     robust_scale,
     slope_of,
@@ -100,7 +99,7 @@ def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
-    """Whether the probability decides where a logit moves, and whether in proportion to it."""
+    """Whether the probability decides where a logit moves, and whether along a line."""
     part = part_by_probability(undecided)
     if part < MIN_DIRECTION:
         yield Sign("no-direction", "the probability of a token does not decide where its logit moves")
@@ -111,13 +110,10 @@ def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
     x = (x - x.mean()) / max(float(x.std()), 1e-12)
     y = y - y.mean()
     line = float(x @ y / (x @ x))
-    bent, z = slope_of(y - line * x, _without(x**2, x))
     moved = f"the probability decides {part:.0%} of where logits move"
     on_line = line**2 * float(x @ x) / float(y @ y)
     if on_line < MAX_LOOSE:
         yield Sign("loose", f"{moved}, but along no line")
-    elif abs(z) > SIGN_Z and abs(bent) > 0.25 * abs(line):
-        yield Sign("curved", f"{moved}, and not in proportion (the slope changes along them, z = {abs(z):.0f})")
     else:
         yield Sign("straight", f"{moved}, in proportion to them")
 
@@ -125,12 +121,6 @@ def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
 def _logit(tokens: LogprobPairs) -> np.ndarray:
     """Returns the sampler's logit of each token."""
     return np.log(np.expm1(-np.minimum(tokens.behavior, -1e-7)) ** -1)
-
-
-def _without(values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns values less their mean and their part along `other`, which has mean 0."""
-    values = values - values.mean()
-    return values - other * float(values @ other) / float(other @ other)
 
 
 def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -201,12 +191,6 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
         yield Sign("by-response", f"the response decides {part:.0%} of the variance of sizes")
     if part >= MIN_PART and (carriers := _carriers(means)):
         yield Sign("some-clean", f"{carriers} of {len(means)} responses carry it, the others are clean")
-    length = undecided.table.prompt_length
-    if length is not None and np.isfinite(length).all() and enough.sum() >= 8:
-        related = correlation(means, length[rows[enough]])
-        z = math.atanh(min(abs(related), 0.999)) * math.sqrt(max(len(np.unique(length[rows[enough]])) - 3, 0))
-        if z > 4:
-            yield Sign("prompt-length", f"responses to {'long' if related > 0 else 'short'} prompts differ more")
 
 
 def _carriers(means: np.ndarray) -> int:

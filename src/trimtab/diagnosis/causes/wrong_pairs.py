@@ -3,16 +3,9 @@
 Shifts (`find_shifts`). For every offset s the score of a token is min(|b_t - p_t|, 3) - min(|b_t - p_(t+s)|, 3): how
 much closer the trainer's log-prob at the neighbor is than that at the token itself. On aligned data it is negative on
 average and the maximal sum over a stretch of a response is near 0; on a shifted stretch the sum is the whole
-difference. A shift is reported when
-
-  * its stretches gain at least `MIN_GAIN` nats, `MIN_PART` of the total distance, and `MIN_LEAD` times the gain of the
-    other offsets, and
-  * inside them the shifted log-probs agree far better (`MAX_LEFT` of the distance, correlation `MIN_CORRELATION`).
-
-Where responses have different shifts, each is decided separately: an offset must gain `MIN_LEAD` times as much as the
-others and at least `MIN_RESPONSE_GAIN` nats, these responses together must gain as much as above, and the fit must be
-closer (`MAX_RESPONSE_LEFT`). Where responses are too short or too certain for either, the score over all tokens
-decides: it exceeds 0 by `WHOLE_Z` standard errors only for lists that are shifted as a whole.
+difference. A shift is reported when its stretches gain enough, also against the other offsets, and the shifted
+log-probs agree far better. Where responses have different shifts, each is decided separately and needs a closer fit;
+where responses are too short or too certain for either, the score over all tokens decides.
 
 The stretches are repaired, so that other causes stay detectable, and the remaining responses are searched again, since
 they may have another shift. A shift that begins at a later turn is `retokenized`: the text has another number of tokens
@@ -21,21 +14,15 @@ when it is encoded again, and every later token is paired with a neighbor's log-
 
 Jumps (`find_retokenized`). Text that was decoded and encoded again gives the trainer other tokens than were sampled, at
 few positions, mostly at boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few usual sizes.
-A jump is
-
-  * isolated: |logit shift| beyond `MIN_JUMP` times the scale of the data, and |log-ratio| beyond `MIN_LOG_RATIO`,
-    with few tokens between these and `MIN_TAIL` times the scale, where a heavy tail has many; or
-  * at a boundary: beyond `MIN_BOUNDARY_JUMP` times that scale around the beginning of a turn, if the rate there is
-    `MIN_BOUNDARY_RATE` times that elsewhere, with a binomial tail below 1e-6.
-
-Jumps are removed before anything else is measured.
+A jump is isolated, with few tokens between it and the rest where a heavy tail has many; or at a boundary, where the
+rate of smaller jumps is far above that elsewhere (a binomial tail below 1e-6). Jumps are removed before anything else
+is measured.
 
 Lists of another response (`find_swapped_responses`). A response whose log-probs disagree is compared with the others of
-equal length. Its own list is found where the distance of another response's list is less than `MAX_DISTANCE` of the
-response's own and of that of the second-best list, since among thousands of short, near-certain responses some list
-always fits slightly better. Where its own list is lost, two responses carry one list of the trainer, to the last digit,
-and the one that disagrees has the wrong one. Reported when `MIN_RESPONSES` are found, and `MIN_SHARE` of those that
-disagree, so that a policy that has really changed is not mistaken for it.
+equal length. Its own list must fit far better than the present one and than the second best, since among thousands of
+short, near-certain responses some list always fits slightly better. Where its own list is lost, two responses carry one
+list of the trainer, to the last digit, and the one that disagrees has the wrong one. A policy that has really changed
+has few such lists among the responses that disagree.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
   size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
   views           by probability, position, turn, ...
   placeholders    constants in place of log-probs
-  other_logprobs  checks of what a prefill, a third implementation or a teacher scored
+  rescored        which side is wrong, by what a third implementation scored
 
 Another view is one more `Axis` in views, with its chart in texts.toml (`views`) and, to be named as the place of a
 mismatch, its name in `answer.ORDERED` or in texts.toml (`bins`). Another figure comes from `corrections/statistics.py`.
@@ -17,18 +17,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.other_logprobs import PrefillSums, rescored_findings, teacher_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
+from trimtab.diagnosis.measure.rescored import rescored_findings
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
-from trimtab.diagnosis.measure.views import (
-    AXES,
-    AxisView,
-    EntropyView,
-    LengthView,
-    TokenIdView,
-    prompt_view,
-)
+from trimtab.diagnosis.measure.views import AXES, AxisView, TokenIdView, prompt_view
 from trimtab.diagnosis.records import DataSummary, DriftSplit, Measured, Placeholder, finding
 from trimtab.diagnosis.tokens import TokenTable, k3
 from trimtab.errors import Finding, TrimtabError
@@ -52,8 +45,8 @@ def measure(
     different columns, and for padding that cannot be told from tokens.
     """
     constants = PlaceholderSums()
-    sizes, drift, sample, ids, prefill = SizeSums(), DriftSums(), Sample(), TokenIdView(), PrefillSums()
-    parts = (*map(AxisView, AXES), LengthView(), EntropyView())
+    sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
+    parts = [AxisView(axis) for axis in AXES]
     scatter = np.zeros((SCATTER, SCATTER), dtype=np.int64)
     responses = trained = 0
     for whole in tables:
@@ -67,22 +60,19 @@ def measure(
             continue
         trained += len(tokens)
         scatter += plane(tokens.q, tokens.p, SCATTER)
-        for part in (sizes, drift, ids, prefill, *parts):
+        for part in (sizes, drift, ids, *parts):
             part.add(tokens)
     summary = origin()
     if not trained:
         raise TrimtabError("no response has a trained token: check loss_mask, at least one token must be True")
     drawn = sample.result()
     unknown = "version" if "policy_version" in summary.missing else ""  # ages of a synchronous trainer, not recorded
-    views = [ids.view(drawn), prompt_view(drawn), *(part.view() for part in parts)]
+    views = [*(part.view() for part in parts), ids.view(drawn), prompt_view(drawn)]
     return Measured(
         origin=replace(
             summary,
             trained=trained,
-            findings=(
-                *(*summary.findings, *constants.findings(), *_of_sample(drawn, trained)),
-                *(*prefill.findings(), *rescored_findings(drawn), *teacher_findings(drawn)),
-            ),
+            findings=(*summary.findings, *constants.findings(), *_of_sample(drawn, trained), *rescored_findings(drawn)),
         ),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None and view.name != unknown},

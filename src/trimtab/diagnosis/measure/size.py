@@ -9,8 +9,7 @@ version P = v + a on the trainer. Its log-ratio is a sum of mismatch and stalene
     log pi_P - log mu_v = (log pi_v - log mu_v) + (log pi_P - log pi_v).
 
 At age 0 the second part is 0. Since k3 is unbiased for KL(mu_v || pi_P) on tokens of mu_v, and the KL is the mean of
-minus that sum, the mean of k3 splits into the same two parts without a cross term. The variance has one: there the
-split assumes that the two parts are uncorrelated.
+minus that sum, the mean of k3 splits into the same two parts without a cross term.
 
 Mismatch depends strongly on the behavior probability, whose distribution may differ between tokens of age 0 and others.
 Therefore the mismatch of older tokens is estimated by tokens of age 0 in the same bin of behavior probability. Most
@@ -246,14 +245,14 @@ _SMALLEST, _LARGEST = -10, 4
 """Range of -log p, as powers of two."""
 _COARSER = 3  # bits of `octave` given up: 4 bins a factor of two instead of 32
 _BINS = ((_LARGEST - _SMALLEST) << (5 - _COARSER)) + 1
-_NAMES = ("mismatch", "staleness", "variance_mismatch", "variance_staleness")
+_NAMES = ("mismatch", "staleness")
 
 
 class DriftSums:
-    """Sums per cluster, age (0 or older) and bin of behavior probability: tokens, k3, log-ratio, its square."""
+    """Sums per cluster, age (0 or older) and bin of behavior probability: tokens and k3."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((4, CLUSTERS, 2, _BINS))
+        self._sums = np.zeros((2, CLUSTERS, 2, _BINS))
         self._unavailable_reason = "there is no trained token"
         self._newer = 0
         self._youngest = np.iinfo(np.int64).max
@@ -270,7 +269,7 @@ class DriftSums:
         self._youngest = min(self._youngest, int(age.min()))
         bucket = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows]
         index = (2 * bucket + (age != 0)) * _BINS + _surprise(tokens.behavior)
-        for at, values in enumerate((None, tokens.k3, tokens.log, np.square(tokens.log))):
+        for at, values in enumerate((None, tokens.k3)):
             sums = np.bincount(index, weights=values, minlength=self._sums[0].size)
             self._sums[at] += sums.reshape(self._sums[0].shape)
 
@@ -323,18 +322,15 @@ def _starts(fresh: np.ndarray) -> np.ndarray:
 
 
 def _parts(sums: np.ndarray) -> np.ndarray:
-    """`_NAMES` (4, any) from sums (4, any, 2, bins)."""
+    """`_NAMES` (2, any) from sums (2, any, 2, bins)."""
     whole, fresh = sums.sum(axis=2), sums[:, :, 0]
     tokens = whole[0].sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         # The mean over all tokens if each had the mean of age 0 in its bin. The factor is exactly 1 where every token
         # is of age 0, so that staleness is then exactly 0.
-        matched = np.where(whole[0] > 0, fresh * (whole[0] / fresh[0]), 0.0).sum(axis=-1) / tokens
-        total = whole.sum(axis=-1) / tokens
-    _, k3_fresh, log_fresh, square_fresh = matched
-    _, k3, log, square = total
-    variance, variance_fresh = square - np.square(log), square_fresh - np.square(log_fresh)
-    return np.stack([k3_fresh, k3 - k3_fresh, variance_fresh, variance - variance_fresh])
+        matched = np.where(whole[0] > 0, fresh[1] * (whole[0] / fresh[0]), 0.0).sum(axis=-1) / tokens
+        total = whole[1].sum(axis=-1) / tokens
+    return np.stack([matched, total - matched])
 
 
 def _split_intervals(clusters: np.ndarray, value: np.ndarray, seed: int) -> dict[str, Interval]:

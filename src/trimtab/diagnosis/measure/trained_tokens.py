@@ -291,13 +291,6 @@ class Groups:
     def k3_sums(self) -> np.ndarray:
         return self.sums[:, 3]
 
-    def merged(self, starts: np.ndarray) -> Groups:
-        """Merges neighboring groups; `starts` are the first ones of the new groups."""
-        result = Groups(0)
-        result.sums = np.add.reduceat(self.sums, starts, axis=0)
-        result.histogram = np.add.reduceat(self.histogram, starts, axis=0)
-        return result
-
     def view(
         self,
         name: str,

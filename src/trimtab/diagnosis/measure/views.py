@@ -1,13 +1,12 @@
 """The views: ways to group trained tokens, each with the statistic of its groups (`Groups`).
 
-Most are an `Axis`, whose groups are known in advance. Those by length, by entropy and by version without the trainer's
-own are settled at the end of the pass; those by token id and by prompt show the groups with most of the k3.
+Most are an `Axis`, whose groups are known in advance; those by token id and by prompt show the groups with most of the
+k3.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +15,10 @@ import numpy as np
 from trimtab.diagnosis.measure.trained_tokens import (
     ENVELOPE,
     FEWEST,
-    FIELDS,
     PROBABILITY_EDGES,
     Groups,
     TrainedTokens,
     explained,
-    octave,
-    octave_edges,
 )
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import DECILES, TokenTable
@@ -33,7 +29,10 @@ _REACH = 3  # tokens either side of a turn's boundary
 _TURNS = 8
 _SINCE = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)  # first distance of each bin, in tokens
 _AGES = (0, 1, 2, 3, 4, 5, 9, 17, 33, 65, 129, 257)  # first age of each bin, in updates
-_ENTROPIES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_ENTROPIES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 12.0])
+"""Edges in nats; the logarithm of the largest vocabularies is 12."""
+_LENGTHS = np.unique(np.ceil(np.exp2(np.arange(49) / 2)).astype(np.int64))
+"""First length of each bin: two bins for a factor of two."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,13 @@ def _age(tokens: TrainedTokens) -> np.ndarray | None:
     return None if age is None else np.searchsorted(_AGES, tokens.at_tokens(age), side="right")
 
 
+def _entropy(tokens: TrainedTokens) -> np.ndarray | None:
+    if tokens.table.entropy is None:
+        return None
+    bins = np.searchsorted(_ENTROPIES, tokens.at_tokens(tokens.table.entropy), side="right") - 1
+    return np.clip(bins, 0, len(_ENTROPIES) - 2)
+
+
 AGE_LABELS = ("newer than the trainer", *ranges(_AGES))
 AXES = (
     Axis("probability", lambda tokens: tokens.probability_bin, _probabilities(), PROBABILITY_EDGES, is_whole=True),
@@ -134,90 +140,19 @@ AXES = (
         note="0 is the first token that follows an observation",
     ),
     Axis("version", _age, AGE_LABELS),
+    Axis(
+        "length",
+        lambda tokens: (np.searchsorted(_LENGTHS, tokens.lengths, side="right") - 1)[tokens.rows],
+        ranges(_LENGTHS.tolist()),
+    ),
+    Axis(
+        "entropy",
+        _entropy,
+        [f"{low:g} - {high:g}" for low, high in itertools.pairwise(_ENTROPIES)],
+        _ENTROPIES,
+        is_whole=True,
+    ),
 )
-
-
-class EntropyView:
-    """The view by entropy of the sampler, in nats; the last edge is the largest one."""
-
-    def __init__(self) -> None:
-        self._groups = Groups(len(_ENTROPIES))
-        self._largest = float(_ENTROPIES[-1])
-
-    def add(self, tokens: TrainedTokens) -> None:
-        if tokens.table.entropy is None:
-            return
-        entropy = np.maximum(tokens.at_tokens(tokens.table.entropy), 0.0)
-        self._largest = max(self._largest, float(entropy.max()))
-        self._groups.add(np.searchsorted(_ENTROPIES, entropy, side="right") - 1, tokens)
-
-    def view(self) -> View | None:
-        used = np.flatnonzero(self._groups.count)
-        if not len(used):
-            return None
-        rows = np.arange(used[0], used[-1] + 1)
-        edges = np.append(_ENTROPIES, self._largest)[rows[0] : rows[-1] + 2]
-        labels = [f"{low:g} - {high:.3g}" for low, high in itertools.pairwise(edges)]
-        return self._groups.view("entropy", labels, rows, edges=edges)
-
-
-def rejected(log: np.ndarray, length: np.ndarray, k3: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns which responses each rule rejects at published bounds, bool (responses,), from sums over trained tokens.
-
-    Sequence bounds: ALP (arXiv 2603.19470, Table 1) and verl; geometric: SkyRL and Miles; mean k3: verl's preset; mean
-    log mu - log pi: OPSM (DeepSeek-V3.2) without its condition on the advantage.
-    """
-    mean = log / length
-
-    def outside(values: np.ndarray, low: float, high: float) -> np.ndarray:
-        return (values < math.log(low)) | (values > math.log(high))
-
-    return {
-        "sequence [0.5, 2]": outside(log, 0.5, 2.0),
-        "sequence [0.5, 3]": outside(log, 0.5, 3.0),
-        "geometric [0.99, 1.01]": outside(mean, 0.99, 1.01),
-        "geometric [0.99, 1.001]": outside(mean, 0.99, 1.001),
-        "mean k3 <= 0.01": k3 / length > 0.01,
-        "opsm 0.05": -mean > 0.05,
-    }
-
-
-class LengthView:
-    """The view by number of trained tokens of the response, in ten bins with about equally many responses.
-
-    Fine bins are filled in one pass and merged at the end. It shows whether rules on sequences reject long responses.
-    """
-
-    _FINE = 24 << 5  # lengths up to 2^24
-
-    def __init__(self) -> None:
-        self._groups = Groups(self._FINE)
-        self._responses = np.zeros(self._FINE, dtype=np.int64)
-        self._rejected: dict[str, np.ndarray] = {}
-
-    def add(self, tokens: TrainedTokens) -> None:
-        fine = np.minimum(octave(tokens.lengths.astype(np.float32), 0), self._FINE - 1)
-        self._groups.add(np.repeat(fine, tokens.lengths), tokens)
-        self._responses += np.bincount(fine, minlength=self._FINE)
-        log, k3 = (tokens.sums[:, FIELDS.index(name)] for name in ("log", "k3"))
-        for rule, gone in rejected(log, tokens.lengths, k3).items():
-            share = self._rejected.setdefault(rule, np.zeros(self._FINE))
-            share += np.bincount(fine, gone, self._FINE)
-
-    def view(self) -> View:
-        used = np.flatnonzero(self._responses)
-        before = np.cumsum(self._responses[used]) - self._responses[used]
-        tenth = before * 10 // self._responses.sum()
-        starts = used[np.append(True, np.diff(tenth) > 0)]
-        responses = np.add.reduceat(self._responses, starts)
-        edges = np.ceil(octave_edges(0, self._FINE))[np.append(starts, used[-1] + 1)]
-        columns = {
-            f"rejected/{rule}": np.add.reduceat(gone, starts) / responses for rule, gone in self._rejected.items()
-        }
-        labels = ranges(edges.astype(int).tolist())[:-1]
-        return self._groups.merged(starts).view(
-            "length", labels, edges=edges, columns={"responses": responses, **columns}
-        )
 
 
 class TokenIdView:

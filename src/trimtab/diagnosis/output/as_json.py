@@ -56,10 +56,6 @@ def against_dict(comparison: Comparison) -> dict[str, Any]:
         },
         "tails": list(comparison.tails),
         "paired": {"by": comparison.paired, "count": comparison.pairs},
-        "places": {
-            name: [{"label": place.label, "a": place.first, "b": place.second} for place in places]
-            for name, places in comparison.places.items()
-        },
         "diagnosis": as_dict(comparison.second),
     }
     return plain(result)

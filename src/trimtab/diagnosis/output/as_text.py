@@ -23,8 +23,6 @@ LABEL = 10
 """Smallest width of the labels on the terminal."""
 MISSING = 3
 """Largest number of absent columns for which the terminal explains each."""
-A_LINE = 4
-"""Number of figures outside their healthy ranges in a line of the terminal."""
 MAIN = 5
 """Number of figures in the table of Markdown, the first of `FIGURES`."""
 PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
@@ -101,10 +99,7 @@ def _size(size: MismatchSize) -> list[str]:
     items = [f"{key} {figure(size, key)} ({band})" for key, band in outside(size).items()]
     if not items:
         return [figures, "every figure is within its healthy range"]
-    if len(items) <= A_LINE:
-        return [figures, f"outside their healthy ranges: {', '.join(items)}"]
-    lines = [", ".join(items[start : start + A_LINE]) for start in range(0, len(items), A_LINE)]
-    return [figures, f"{len(items)} figures are outside their healthy ranges:", *lines]
+    return [figures, f"outside their healthy ranges: {', '.join(items)}"]
 
 
 def _advice(diagnosis: Diagnosis) -> list[str]:

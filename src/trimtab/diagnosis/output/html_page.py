@@ -28,7 +28,6 @@ from trimtab.diagnosis.records import Cause, read_table
 from trimtab.pages.page import (
     Card,
     Cell,
-    Fold,
     Note,
     Page,
     Part,
@@ -242,17 +241,15 @@ def _read(diagnosis: Diagnosis) -> Section:
 
 
 def _against(comparison: Comparison) -> list[Part]:
-    """Returns the verdict about both diagnoses, their figures, and k3 at the places that both have."""
+    """Returns the verdict about both diagnoses, and their figures."""
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
     note = f"{names}Intervals: {against.paired_text(comparison)}."
     figures = against.figures(comparison)[:-1]  # the first cause of each is in the verdict
-    places = against.place_rows(comparison)
     return [
         Verdict(
             {None: "plain", True: "warn", False: "good"}[comparison.differs],
             [("", line) for line in against.verdict_lines(comparison)],
         ),
         Table(against.HEADS, figures, note=note),
-        *([Fold("k3 by position, length and step", [Table(against.HEADS, places)])] if places else []),
         Note("All that follows is about A."),
     ]

@@ -28,8 +28,6 @@ from trimtab.pages.charts import (
     draw,
     log_scale,
     log_ticks,
-    percent,
-    quantile_bands,
     scatter_svg,
     short_power,
 )
@@ -41,7 +39,6 @@ _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}
 _LEAST = 1e-8  # a k3 up to here is float32 on both sides
 _FAR = 30.0  # largest over smallest value from which an axis is logarithmic
-TAILS = ("ratio_q01", "ratio_q05", "ratio_q50", "ratio_q95", "ratio_q99")
 TEXTS = read_table("texts.toml")
 """Title of each chart, and how to read it; of those of views also the axis."""
 
@@ -62,12 +59,11 @@ def size_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
     def column(key: str) -> np.ndarray:
         return np.array([row.get(key, math.nan) for row in steps], dtype=np.float64)
 
-    step, k3, tails = column("step"), column("k3"), [column(key) for key in TAILS]
+    step, k3 = column("step"), column("k3")
     curves = {name: column(key) for key, name in (("ess_token", "token weights"), ("ess_seq", "sequence weights"))}
     curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     shown += [_k3_over_steps(step, k3, size.floor)] if np.isfinite(k3).any() else []
     shown += [_ess_over_steps(step, curves)] if curves else []
-    shown += [_tails_over_steps(step, tails)] if all(np.isfinite(values).all() for values in tails) else []
     return shown, []
 
 
@@ -169,7 +165,11 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
     """Draws the effective sample size, one curve per kind of weight."""
 
     def paint(axes: Axes) -> None:
-        _curves(axes, steps, curves, markers=len(steps) < 40)
+        for index, (name, values) in enumerate(curves.items()):
+            marker = "os"[index] if len(steps) < 40 else None
+            axes.plot(
+                steps, values, color=CYCLE[index], linestyle=STYLES[index], marker=marker, markersize=4, label=name
+            )
         axes.set(ylim=(0, 1.05), ylabel="share of the samples")
 
     ends = [f"{name} {format_number(of[0])} at first, {format_number(of[-1])} at last" for name, of in curves.items()]
@@ -181,25 +181,8 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
     )
 
 
-def _tails_over_steps(steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> Chart:
-    """Draws the 1, 5, 50, 95 and 99% quantiles of the ratio."""
-
-    def paint(axes: Axes) -> None:
-        quantile_bands(axes, steps, quantiles)
-        axes.set_ylabel("trainer / sampler")
-
-    low, high = quantiles[0], quantiles[-1]
-    worst = int(np.argmax(high / low))
-    return _panel(
-        TEXTS["charts"]["tails"],
-        f"99%: {high[-1]:.3g}",
-        draw("Ratio tails over steps", paint, steps=True),
-        f"Widest at step {steps[worst]:.0f}: 1% of the ratios below {low[worst]:.3g}, 1% above {high[worst]:.3g}.",
-    )
-
-
 def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
-    """Returns one chart for each view of the data, and one of the responses that rules would reject by length."""
+    """Returns one chart for each view of the data, and the axes of those that it lacks."""
     shown: list[Chart] = []
     absent: list[str] = []
     for name, texts in TEXTS["views"].items():
@@ -209,7 +192,7 @@ def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
         elif len(view.labels) < 2:
             absent.append(f"{axis} (only {view.labels[0] if view.labels else 'nothing'} in this data)")
         elif view.count.sum() > 0:
-            shown += [*_rejected(view), _chart(view, measured, texts)]
+            shown.append(_chart(view, measured, texts))
     return shown, absent
 
 
@@ -291,44 +274,6 @@ def _bars(view: View, overall: float, texts: Mapping[str, str]) -> Markup:
         axes.set(xlabel=texts["axis"], ylabel="k3, nats")
 
     return draw(texts["title"], paint, legend=True)
-
-
-def _rejected(view: View) -> list[Chart]:
-    """Returns the share of responses that sequence rules would reject, by length; empty for other views."""
-    rules = {
-        name.removeprefix("rejected/"): share
-        for name, share in view.columns.items()
-        if name.startswith("rejected/") and (np.isfinite(share) & (view.count > 0)).any()
-    }
-    if not rules:
-        return []
-
-    def paint(axes: Axes) -> None:
-        _curves(axes, np.arange(len(view.labels)), rules, markers=True)
-        highest = max(float(np.nanmax(share, initial=0.0)) for share in rules.values()) or 1
-        axes.set_ylim(-0.03 * highest, 1.08 * highest)
-        percent(axes.yaxis)
-        _name_bins(axes, view.labels)
-        axes.set(xlabel="length of the response, tokens", ylabel="responses rejected")
-
-    ends = {rule: share[(view.count > 0) & np.isfinite(share)][[0, -1]] for rule, share in rules.items()}
-    worst = max(ends, key=lambda rule: abs(ends[rule][1] - ends[rule][0]))
-    shortest, longest = map(format_percent, ends[worst])
-    return [
-        _panel(
-            TEXTS["charts"]["rejected"],
-            "",
-            draw("Rejected responses by length", paint, legend=True),
-            f"{worst} rejects {shortest} of the shortest responses and {longest} of the longest.",
-        )
-    ]
-
-
-def _curves(axes: Axes, x: np.ndarray, curves: Mapping[str, np.ndarray], *, markers: bool) -> None:
-    for index, (name, values) in enumerate(curves.items()):
-        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
-        marker = "osD^vP"[index % 6] if markers else None
-        axes.plot(x, values, color=color, linestyle=style, marker=marker, markersize=4, label=name)
 
 
 def _log_k3(axes: Axes) -> None:

@@ -11,7 +11,7 @@ from trimtab.errors import TrimtabError, did_you_mean
 
 LOGPS = ("logp_behavior", "logp_proximal", "logp_current")
 TOKEN_ROLES = (
-    *(*LOGPS, "logp_prefill", "logp_teacher", "logp_rescored", "response_ids", "loss_mask", "padding_mask"),
+    *(*LOGPS, "logp_rescored", "response_ids", "loss_mask", "padding_mask"),
     *("loss_weight", "entropy", "policy_version", "turn"),
 )
 SAMPLING = ("temperature", "top_p", "top_k", "logprobs")

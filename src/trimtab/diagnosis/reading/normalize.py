@@ -15,10 +15,7 @@ from trimtab.diagnosis.tokens import TokenTable, k3
 
 _MAX_MAGNITUDE = 1e6
 """Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
-_LOGPS = {
-    name.removeprefix("logp_"): name
-    for name in (*LOGPS[1:], "logp_prefill", "logp_teacher", "logp_rescored", "entropy")
-}
+_LOGPS = {name.removeprefix("logp_"): name for name in (*LOGPS[1:], "logp_rescored", "entropy")}
 _FLOATS = ("prompt_length", "reward", "advantage", "temperature", "top_p")
 _INTEGERS = {"ids": "response_ids", "version": "policy_version", "turn": "turn"}
 """Columns of `TokenTable` by their roles."""

@@ -157,7 +157,7 @@ def test_a_case_that_the_map_does_not_cover_is_called_so(changes: dict[str, Any]
 
 
 def test_a_mismatch_that_the_map_lacks_is_called_so() -> None:
-    for findings in (case("precision"), case("routing", verdict="moe"), case("long-context"), case("quantized")):
+    for findings in (case("precision"), case("routing", verdict="moe"), case("quantized")):
         assert choose(findings, [STALE])[3].endswith("under this kind of mismatch (docs/results).")
     for findings in (case("temperature"), case(verdict="beyond", k3=0.8), case(verdict="moe", tokens=99)):
         assert "tuned methods" not in choose(findings, [STALE])[3].lower()

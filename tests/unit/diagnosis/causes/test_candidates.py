@@ -77,11 +77,11 @@ def test_a_vocabulary_that_only_the_trainer_has_lowers_every_token() -> None:
     assert rank(find_signs(LogprobPairs.of(data.table(data.logits + data.noise(0.01), mass))))[0].name == "last-layer"
 
 
-def test_a_temperature_moves_logits_in_proportion_and_a_bend_does_not() -> None:
+def test_a_temperature_moves_logits_along_a_line_and_so_does_a_bend() -> None:
     data = Drawn()
     assert "straight" in signs(data.table(data.logits / 1.4))
     bent = data.logits - 0.05 * np.maximum(data.logits, 0) ** 2
-    assert {"curved", "straight"} & signs(data.table(bent))
+    assert "straight" in signs(data.table(bent))
 
 
 def test_a_penalty_on_tokens_that_occurred_before_is_seen() -> None:
@@ -162,9 +162,7 @@ def test_a_candidate_says_what_speaks_for_and_against_it() -> None:
 def test_the_table_and_the_signs_name_each_other() -> None:
     source = (Path(trimtab.diagnosis.__file__).parent / "causes" / "signs.py").read_text()
     made = set(
-        re.findall(
-            r'"([a-z0-9]+(?:-[a-z0-9]+)+|curved|straight|loose|ends|seen|even|flat|deeper|earlier|advantage)"', source
-        )
+        re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)+|straight|loose|ends|seen|even|flat|deeper|earlier|advantage)"', source)
     )
     read = {name for kind in KINDS for name in (*kind.speaks_for, *kind.speaks_against)}
     assert read <= made

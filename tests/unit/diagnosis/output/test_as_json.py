@@ -58,7 +58,7 @@ def test_views_keep_their_arrays_and_columns() -> None:
     assert result["version"]["labels"] == ["0", "1", "2", "4-7"]
     assert result["version"]["k3"] == [0.0011, 0.003, 0.0052, 0.0101]
     assert result["version"]["edges"] is None
-    assert result["length"]["columns"]["rejected/seq-mis"] == [0.01, 0.05, 0.16, 0.38, 0.72]
+    assert result["length"]["columns"]["responses"] == [400, 500, 600, 300, 100]
     assert result["probability"]["count"] == [1000, 4000, 10000, 20000, 56000]
 
 

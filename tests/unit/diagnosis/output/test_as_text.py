@@ -10,7 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 from tests.support.diagnosis_example import MISMATCH, example
 
-from trimtab.diagnosis.against import Comparison, Place
+from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.output.as_text import markdown, rows, terminal_text, versions
 from trimtab.errors import Finding
 from trimtab.intervals import Interval
@@ -31,10 +31,8 @@ size      k3 (KL divergence) 4.8e-3 (4.3e-3 to 5.4e-3) nats per token: more than
 probabilities of a token differ by 3.2% on average; rounding alone causes 3.1e-13
           k1 4.1e-3, k2 5.2e-3, chi2 0.012 per token; ESS 0.9878 of tokens, 0.3636 of sequences; Pearson 0.99641, \
 perplexity ratio 1.0041
-          6 figures are outside their healthy ranges:
-          chi2_seq 1.75 (at most 1), ess_seq 0.3636 (0.5 to 1), abs_diff_max 2.27 (at most 1), ratio_q01 0.71 (0.8 to \
-1.25)
-          ratio_q99 1.31 (0.8 to 1.25), log_ratio_seq_max 3.4 (at most 2)
+          outside their healthy ranges: chi2_seq 1.75 (at most 1), ess_seq 0.3636 (0.5 to 1), abs_diff_max 2.27 (at \
+most 1), ratio_q01 0.71 (0.8 to 1.25), ratio_q99 1.31 (0.8 to 1.25), log_ratio_seq_max 3.4 (at most 2)
 ratio     mean ratio 1.0007 (0.9991 to 1.0024): the interval contains 1, as expected of correct log-probs without \
 top-p and top-k
 where     sampler probability below 0.1 (16% of the tokens, 76% of the mismatch); token 1234 (0.9% of the tokens, 37% \
@@ -150,7 +148,6 @@ def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
         tails=(0.4, 0.2),
         paired="prompt",
         pairs=12,
-        places={"step": (Place("1", 0.1, 0.05), Place("2", 0.1, 0.01))},
         names=("new|a.jsonl", "old.jsonl"),
     )
     lines = markdown(example(), of).splitlines()

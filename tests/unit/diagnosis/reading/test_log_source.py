@@ -196,9 +196,7 @@ def test_a_file_named_by_two_paths_counts_once(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("shape", ["lines of lists", "parquet of lists", "parquet of nulls"])
-@pytest.mark.parametrize(
-    "role", ["logp_teacher", "logp_current", "logp_prefill", "entropy", "response_ids", "policy_version", "turn"]
-)
+@pytest.mark.parametrize("role", ["logp_current", "entropy", "response_ids", "policy_version", "turn"])
 def test_a_column_of_tokens_without_any_value_is_left_out(tmp_path: Path, role: str, shape: str) -> None:
     data = rows(30)
     for row in data:
@@ -227,11 +225,11 @@ def test_two_columns_without_any_value_are_left_out_and_those_with_some_values_n
     log = open_log([write_parquet(tmp_path / "a.parquet", data)])
     list(log.tables())
     assert (log.summary().responses, log.summary().anchor) == (30, "current")
-    some = [{**row, "logp_teacher": None, "loss_mask": row["loss_mask"]} for row in rows(2)]
-    some[0] |= {"logp_teacher": some[0]["logp_behavior"], "loss_mask": [False] * len(some[0]["loss_mask"])}
+    some = [{**row, "logp_rescored": None, "loss_mask": row["loss_mask"]} for row in rows(2)]
+    some[0] |= {"logp_rescored": some[0]["logp_behavior"], "loss_mask": [False] * len(some[0]["loss_mask"])}
     log = open_log([write_lines(tmp_path / "b.jsonl", some)])
     list(log.tables())
-    with pytest.raises(TrimtabError, match=r"no logp_teacher .* is left out with --columns logp_teacher=\)$"):
+    with pytest.raises(TrimtabError, match=r"no logp_rescored .* is left out with --columns logp_rescored=\)$"):
         log.summary()
 
 
