@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest

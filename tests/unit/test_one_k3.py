@@ -16,7 +16,6 @@ from trimtab.diagnosis.causes.detector import LogprobPairs
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.monitor.metrics_of_step import step_metrics
 from trimtab.objectives import mismatch
-from trimtab.report.episode_section import _mismatch
 
 ROOT = Path(__file__).parents[2]
 TRAINER, SAMPLER = -25.5, -0.5  # log-ratio -25: 24 nats
@@ -39,7 +38,6 @@ def test_an_unlikely_token_has_the_same_k3_in_every_command() -> None:
         "preflight": float(tokens.k3(np.array([-25.0]))[0]),
         "diagnose": float(trained.k3[0]),
         "diagnose, causes": float(LogprobPairs.of(table).k3[0]),
-        "report": float(_mismatch(np.array([-25.0]))[0]),
     }
     assert found == pytest.approx(dict.fromkeys(found, 24.0), rel=1e-6)
 

@@ -24,15 +24,14 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.models import fused_head
 from trimtab.trainer.models.architecture import decoder_stack
 from trimtab.trainer.models.fused_head import KEPT_LOGITS, TILE_TOKENS, TILE_VOCABULARY
-from trimtab.trainer.models.matmul import on_accelerator
 from trimtab.trainer.models.packed_attention import BLOCK_QUERIES, BLOCK_SCORES, MAX_SAVED_SCORES
 
 FLOAT32 = 4  # bytes of a value
 
 CPU_TOKENS = 2048
-"""Tokens of a micro-batch on a CPU, where larger ones are not faster."""
+"""Tokens of a micro-batch on a CPU, where larger ones are not faster, and on devices whose memory is not known."""
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Those that are tried on an accelerator. Larger ones are not faster: kernels compute for longer than they start."""
+"""Those that are tried on a GPU. Larger ones are not faster: kernels compute for longer than they start."""
 MARGIN = 0.8
 """Share of the free memory that the estimate may fill: it is right within 15%, and memory is fragmented."""
 
@@ -57,7 +56,7 @@ def micro_batch_tokens(
     chosen = config.trainer.micro_batch_tokens
     if chosen != "auto":
         return chosen
-    if not on_accelerator(device):
+    if device.type != "cuda":
         return CPU_TOKENS
     shape, available = Shape.of(model.config), MARGIN * free_memory(device)  # pyright: ignore[reportArgumentType]
     master = getattr(torch, config.model.dtype).itemsize

@@ -76,7 +76,8 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
 
 def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) -> None:
     """Raises `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
-    finite = torch.nn.utils.get_total_norm([local_shard(parameter).detach() for parameter in parameters]).isfinite()
+    weights = [local_shard(parameter).detach() for parameter in parameters]
+    finite = torch.nn.utils.get_total_norm(weights, math.inf).isfinite()  # the largest: squares might overflow
     if ranks.all_reduce_sum(float(~finite)):
         raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
 
