@@ -111,6 +111,7 @@ PLANS = {
     "--task file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy": Plan(
         FEW_PROBLEMS, needs=("icepop", "gsm8k"), says="gsm8k-test"
     ),
+    "trimtab diagnose --scalars trainer_state.json": Plan(needs=("state",), says="ok +no alarm"),
     "trimtab diagnose dumps/step-*.parquet": Plan(needs=("dumps",), leaves=("diagnose.html",), says="(?m)^causes"),
     "trimtab diagnose runs/mine --out mine.html": Plan(needs=("runs/mine",), leaves=("mine.html",), says="(?m)^causes"),
     "trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64": Plan(
@@ -132,7 +133,7 @@ PLANS = {
     "trimtab preflight laboratory": Plan(says="fit to train"),
     "trimtab check-loss my_loss.py:grpo_loss --as grpo": Plan(needs=("loss",), says="is not grpo: 2 diff.*nan", code=1),
 }
-INSTALL = "pip install '.[diagnose]'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py
+INSTALL = "pip install 'trimtab[diagnose] @ git+REPOSITORY'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py
 # Targets with the run each starts, which is run as well; None: what the target does is only printed (`make -n`).
 TARGETS = {
     "make quickstart": TINY,
@@ -177,7 +178,7 @@ def test_no_two_runs_of_the_pages_begin_in_one_folder() -> None:
 
 
 def test_every_subcommand_that_the_pages_name_exists() -> None:
-    named = set(re.findall(r"`trimtab (\w+)", PAGES))
+    named = set(re.findall(r"`trimtab ([\w-]+)", PAGES))
     assert named
     assert named <= {command.name for command in app.registered_commands}
 
@@ -263,7 +264,17 @@ def make_loss(folder: Path) -> None:
     )
 
 
+def make_state(folder: Path) -> None:
+    """What TRL's trainer leaves of 50 steps without a change."""
+    history = [
+        {"step": step, "reward": 0.5, "grad_norm": 1.0, "sampling/sampling_logp_difference/mean": 0.01}
+        for step in range(1, 51)
+    ]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+
+
 MADE: dict[str, Callable[[Path], None]] = {
+    "state": make_state,
     "traces": make_traces,
     "gsm8k": make_gsm8k,
     "loss": make_loss,

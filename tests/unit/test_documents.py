@@ -198,14 +198,19 @@ def texts_for_users() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.is_file() and path not in history}
 
 
-BY_NAME = re.compile(r"\binstall\b[^`\n]*?[\s'\"=](trimtab)(?=[\[\s'\"`,;:)=<>]|$)")
+BY_NAME = re.compile(r"\binstall\b[^`\n]*?[\s'\"=](trimtab)(?=[\[\s'\"`,;:)=<>]|$)(?!\[\w+\] @ git)")
 
 
 def test_nobody_is_told_to_install_the_package_by_name() -> None:
     """No registry has the package; whoever takes the name there would be installed."""
     for line in ("pip install trimtab", "uv pip install -U 'trimtab[train]'", 'install "trimtab[{extra}]"'):
         assert BY_NAME.search(line), line
-    for line in ("pip install '.[train]'", "pip install -e .", "pip install ./trimtab-0.1.0-py3-none-any.whl"):
+    for line in (
+        "pip install '.[train]'",
+        "pip install 'trimtab[diagnose] @ git+REPOSITORY'",
+        "pip install -e .",
+        "pip install ./trimtab-0.1.0-py3-none-any.whl",
+    ):
         assert not BY_NAME.search(line), line
     here = Path(__file__).relative_to(ROOT)
     found = {
@@ -220,6 +225,6 @@ def test_nobody_is_told_to_install_the_package_by_name() -> None:
 
 def test_the_first_screens_say_how_to_get_the_command() -> None:
     for page in (README, (ROOT / "docs" / "install.md").read_text()):
-        start = page[:3000]
+        start = page[:6000]
         for line in ("git clone ", "make install", "source .venv/bin/activate", "pip install '.[train]'"):
             assert line in start, line
