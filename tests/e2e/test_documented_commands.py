@@ -133,7 +133,8 @@ PLANS = {
     "trimtab preflight laboratory": Plan(says="fit to train"),
     "trimtab check-loss my_loss.py:grpo_loss --as grpo": Plan(needs=("loss",), says="is not grpo: 2 diff.*nan", code=1),
 }
-INSTALL = "pip install 'trimtab[diagnose] @ git+REPOSITORY'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py
+# test_wheel.py installs; the extra's packages: tests/support/installed.py
+INSTALL = "pip install 'trimtab[diagnose] @ git+REPOSITORY'"
 # Targets with the run each starts, which is run as well; None: what the target does is only printed (`make -n`).
 TARGETS = {
     "make quickstart": TINY,
