@@ -107,7 +107,7 @@ def _resolve(
 
 
 def _progress_lines() -> Observer:
-    from trimtab.cli.display import PlainTextConsole, RunDisplay, progress_bar
+    from trimtab.display import PlainTextConsole, RunDisplay, progress_bar
 
     return RunDisplay(progress_bar(PlainTextConsole(stderr=True)))
 

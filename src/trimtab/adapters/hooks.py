@@ -67,7 +67,8 @@ class Hook:
             return OPTIMAL
         if not self.terms and (objective.kl.coef > 0 or objective.entropy_coef > 0):
             return "kl_coef and entropy_coef have no place in this hook: use the trainer's own KL and entropy terms"
-        for name in sorted(objective.needs - self.passes - ALWAYS):
+        if missing := objective.needs - self.passes - ALWAYS:
+            name = min(missing)
             remedy = f": {self.remedies[name]}" if name in self.remedies else ""
             return f"it reads {name} ({MEANING[name]}), which this hook does not pass{remedy}"
         if objective.needs_update_statistics and not self.whole_update:
