@@ -8,7 +8,7 @@ micro_batch     the loss of a micro-batch, its metrics, and tokens that the samp
 loss_settings   settings that only a trainer's own loss reads, which are refused or taken over
 dump            log-probs as JSON lines for `trimtab diagnose`
 monitoring      the same for a `trimtab.Monitor`
-config_lines    an objective as configuration of Trimtab, verl, TRL and Miles; adapter_lines: that of an adapter
+config_lines    an objective as configuration of each trainer: its own settings, or the lines of `adapter_lines`
 
 trl_async, trl_packed and trl_shared belong to `trl`; verl_driver, verl_loss and verl_records to `verl`.
 
