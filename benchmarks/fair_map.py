@@ -35,7 +35,7 @@ import matplotlib.pyplot as plt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.cli.display import show_runs
+from trimtab.display import show_runs
 from trimtab.errors import TrimtabError
 from trimtab.intervals import seed_interval
 from trimtab.report.experiment_page import MethodScore, legend, markdown, summarize

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.cli.display import show_runs
+from trimtab.display import show_runs
 from trimtab.errors import TrimtabError
 from trimtab.runs.atomic import locked
 from trimtab.trainer.config import Config, load_config

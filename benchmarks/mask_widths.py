@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from grid import table
-from trimtab.cli.display import show_runs
 from trimtab.diagnosis.tokens import k3
+from trimtab.display import show_runs
 from trimtab.runs import trajectories
 from trimtab.trainer.lab.experiment import LONG_RECIPE, plan_experiment
 from trimtab.trainer.lab.regimes import regime

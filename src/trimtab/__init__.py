@@ -4,9 +4,10 @@
     out = trimtab.objective("token-tis", weight_max=2.0)(logps, trimtab.advantages("grpo", rewards, groups))
     out.loss.backward()
 
-Packages, by what a user wants; each of their docstrings is a map of its modules:
+Packages, by what a user wants; their docstrings say which module does what:
 
 objectives, corrections   a loss, or only its weights and masks, in a training loop
+check_loss                whether a loss of one's own is an objective (`trimtab check-loss`)
 adapters                  an objective inside another trainer (TRL, verl, ...)
 monitor                   alarms on log-probs while a run trains (`Monitor`), and on scalars that it logged
 diagnosis                 the cause of a mismatch in a file of log-probs (`trimtab diagnose`)

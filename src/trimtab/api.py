@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.display import PlainTextConsole, RunDisplay, progress_bar
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.report.health import health
@@ -53,7 +54,8 @@ def train(
             "the recipe has a [compare] section, which trains several runs: use `trimtab train`, or leave the section "
             "out and call this once for each objective and seed"
         )
-    run_observer = NullObserver() if is_follower() else observer or (_progress_lines() if progress else NullObserver())
+    lines = RunDisplay(progress_bar(PlainTextConsole(stderr=True))) if progress else NullObserver()
+    run_observer = NullObserver() if is_follower() else observer or lines
     if resolved.placement == "ray":
         _refuse_code_on_cluster(reward=reward, objective=objective, environment=environment)
         from trimtab.trainer.cluster.driver import train as run_on_cluster
@@ -104,12 +106,6 @@ def _resolve(
         return load_config(config, [*overrides, f"environment.name={name}"])
     section = config.environment or EnvironmentConfig(name="")
     return config.model_copy(update={"environment": section.model_copy(update={"name": name})})
-
-
-def _progress_lines() -> Observer:
-    from trimtab.cli.display import PlainTextConsole, RunDisplay, progress_bar
-
-    return RunDisplay(progress_bar(PlainTextConsole(stderr=True)))
 
 
 def _summary(run: Path) -> dict[str, float | str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 # Used in messages where it is not known whether the run has written a checkpoint.
 RESUME = "continue with --resume (from the last checkpoint, or from the beginning if none was written)"
@@ -75,14 +76,19 @@ def neighbors(path: Path) -> str:
     return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
 
 
-def explain(error: ValidationError, known: Iterable[str]) -> str:
-    """Returns the first pydantic error for the options of a named section in one line; `known` are its options."""
-    # Unknown options come first: a misspelled required option would otherwise be reported as missing.
-    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    option = ".".join(str(part) for part in first["loc"])
+def first_problem(error: ValidationError) -> ErrorDetails:
+    """Returns what to say of an error of pydantic: unknown names first, as a misspelled one would count as missing."""
+    return min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+
+
+def explain(error: ValidationError, known: Iterable[str], word: str = "option") -> str:
+    """Returns the first problem in one line. known: the names where it is; word: what they are called."""
+    first = first_problem(error)
+    name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown option {option!r}{did_you_mean(option, known)}"
+        return f"unknown {word} {name!r}{did_you_mean(str(first['loc'][-1]), known)}"
     if first["type"] == "missing":
-        return f"option {option!r} is missing; give it a value"
+        return f"{word} {name!r} is missing; give it a value"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{option}: {message}, got {first['input']!r}" if option else message
+    got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+    return f"{name}: {message}{got}" if name else message

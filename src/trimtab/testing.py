@@ -42,24 +42,28 @@ def assert_parity(
         raise ValueError(f"bound {bound!r}: give a number, or one of {', '.join(BOUNDS)}")
     limit = BOUNDS[bound] if isinstance(bound, str) else bound
     check_batch(mask, logp_a=logp_a, logp_b=logp_b)
-    assert bool(mask.any()), "no token is compared: the mask is False everywhere"
+    if not mask.any():
+        raise AssertionError("no token is compared: the mask is False everywhere")
     finite = torch.isfinite(logp_a) & torch.isfinite(nan_below_minimum(logp_b))
     missing = int((mask & ~finite).sum())
-    assert not missing, (
-        f"{missing} of {int(mask.sum())} log-probs are not finite, or below {MIN_BEHAVIOR:g} in the sampler"
-    )
+    if missing:
+        raise AssertionError(
+            f"{missing} of {int(mask.sum())} log-probs are not finite, or below {MIN_BEHAVIOR:g} in the sampler"
+        )
     figures: dict[str, Any] = mismatch(logp_a.detach(), logp_b.detach(), mask).finalize()
     worst = (torch.where(mask, logp_a - logp_b, 0.0)).abs().argmax()
     row, time = divmod(int(worst), mask.shape[1])
-    assert figures["k3"] <= limit, (
-        f"k3 {figures['k3']:.3g} nats per token, above {limit:g}; mean ratio {figures['ratio_mean']:.5g}, largest "
-        f"difference {figures['abs_diff_max']:.3g} nats at row {row}, token {time}"
-    )
+    if not figures["k3"] <= limit:  # NaN too
+        raise AssertionError(
+            f"k3 {figures['k3']:.3g} nats per token, above {limit:g}; mean ratio {figures['ratio_mean']:.5g}, largest "
+            f"difference {figures['abs_diff_max']:.3g} nats at row {row}, token {time}"
+        )
     # Of sampled tokens the errors of ratios are uncorrelated: each counts as a response of its own.
     log_ratio = (logp_a.detach().double() - logp_b.detach().double())[mask][:, None]
     ratio = MeanRatio.of(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
     shift = "" if figures["ess_token"] < LOW_ESS else wrong_mean(ratio)
-    assert not shift, f"{shift}; k3 {figures['k3']:.3g} nats per token"
+    if shift:
+        raise AssertionError(f"{shift}; k3 {figures['k3']:.3g} nats per token")
 
 
 def assert_loss(
@@ -82,4 +86,5 @@ def assert_loss(
     """
     wanted = objective(name, **keywords) if isinstance(name, str) else name
     answer = check(of_function(function, arguments), wanted, spec=wanted.name, ignore=ignore)
-    assert answer.equal, answer.text()
+    if not answer.equal:
+        raise AssertionError(answer.text())

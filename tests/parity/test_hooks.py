@@ -123,7 +123,7 @@ def test_loss_and_gradient(hooks: Peer, given: Given, dtype: torch.dtype, case: 
         ("skyrl", skyrl.policy_loss("grpo")),
         ("nemo-rl", nemo_rl.ObjectiveLoss.__call__),
         ("areal", areal.actor_loss("grpo", aggregation="token-mean")),
-        ("openrlhf", openrlhf.ObjectiveLoss.forward),
+        ("openrlhf", openrlhf.ObjectivePolicyLoss.forward),
         ("slime", slime.tis),
         ("miles", slime.tis),
     ],

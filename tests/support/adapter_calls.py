@@ -179,7 +179,7 @@ def call_openrlhf(
     batch: Batch, current: Tensor, name: str, parts: Sequence[slice], given: dict[str, Any], **records: Any
 ) -> Called:
     """The parts are on two ranks, whose gradients are averaged."""
-    loss = openrlhf.ObjectiveLoss(name, **given, **records)
+    loss = openrlhf.ObjectivePolicyLoss(name, **given, **records)
     counts = {"batch_num_tokens": float(batch["mask"].sum()), "global_batch_size": len(current), "dp_size": 2}
     results = [
         loss(

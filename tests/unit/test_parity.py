@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -44,6 +47,27 @@ def test_a_shift_of_all_log_probs_fails_whatever_the_bound(bound: float | str, s
         assert_parity(rounded + shift, sampler, mask, bound)
     with pytest.raises(AssertionError, match="the mean of trainer / sampler"):
         assert_parity(sampler[:1] + shift, sampler[:1], mask[:1], bound)
+
+
+def test_it_fails_where_python_skips_assert_statements() -> None:
+    """Of NaN and of a difference; `assert_loss` is beside it."""
+    code = """
+import torch, trimtab.testing as testing
+one = torch.full((1, 2), -1.0)
+for call in (
+    lambda: testing.assert_parity(one, one - 1, one < 0),
+    lambda: testing.assert_parity(one, one * torch.nan, one < 0),
+    lambda: testing.assert_parity(one, one, one > 0),
+    lambda: testing.assert_parity(one, one + 0.2, one < 0, 1.0),
+    lambda: testing.assert_loss(lambda logp, advantage, mask: (logp * advantage * mask).sum(), "reinforce"),
+):
+    try:
+        call()
+    except AssertionError:
+        continue
+    raise SystemExit("passed")
+"""
+    subprocess.run([sys.executable, "-O", "-c", code], check=True)
 
 
 def test_what_cannot_be_compared_is_said() -> None:

@@ -36,8 +36,6 @@ OWN_RUN = {
 }
 """Presets of which another trainer would get the loss only, with the reason."""
 
-OPTIMAL = "its advantages are those of OAPL's regression, which Trimtab's trainer computes from rewards"
-
 
 @dataclass(frozen=True)
 class Hook:
@@ -64,10 +62,11 @@ class Hook:
         if objective.name in OWN_RUN:
             return OWN_RUN[objective.name]
         if objective.advantage == "optimal":
-            return OPTIMAL
+            return "its advantages are those of OAPL's regression, which Trimtab's trainer computes from rewards"
         if not self.terms and (objective.kl.coef > 0 or objective.entropy_coef > 0):
             return "kl_coef and entropy_coef have no place in this hook: use the trainer's own KL and entropy terms"
-        for name in sorted(objective.needs - self.passes - ALWAYS):
+        if missing := objective.needs - self.passes - ALWAYS:
+            name = min(missing)
             remedy = f": {self.remedies[name]}" if name in self.remedies else ""
             return f"it reads {name} ({MEANING[name]}), which this hook does not pass{remedy}"
         if objective.needs_update_statistics and not self.whole_update:

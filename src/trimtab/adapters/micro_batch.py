@@ -15,8 +15,9 @@ from torch import Tensor
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.monitoring import OBSERVED, Observations
 from trimtab.corrections.reduce import nan_below_minimum
+from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Objective, PolicyLogps, State
+from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 METRICS = (
     *("clip/low", "clip/high", "clip/dual", "clip/turned", "clip/weight", "kl/mean", "weight/mean", "weight/changed"),
@@ -87,13 +88,12 @@ def usable_tokens(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
     return mask & ~missing & ~unusable.any(1, keepdim=True)
 
 
-def dropped_shares(mask: Tensor, kept: Tensor) -> dict[str, float]:
+def dropped_shares(mask: Tensor, kept: Tensor) -> Metrics:
     """Returns the shares of trained tokens that `usable_tokens` left out, and of responses without any other token."""
-    responses, tokens = mask.any(1), mask.sum().clamp(min=1)
-    return {
-        "unscored": ((responses & ~kept.any(1)).sum() / responses.sum().clamp(min=1)).item(),
-        "unscored_tokens": ((mask & ~kept).sum() / tokens).item(),
-    }
+    responses = mask.any(1)
+    return Metrics(
+        {"unscored": Mean.of(responses & ~kept.any(1), responses), "unscored_tokens": Mean.of(mask & ~kept, mask)}
+    )
 
 
 def evaluate(
@@ -120,7 +120,8 @@ def evaluate(
         kept = usable_tokens(mask, logps.behavior, trainer)
     logps = replace(logps, mask=kept, turn=turns_of(mask))
     output = objective(logps, per_response(objective, advantage, mask), state=state)
-    return output.loss, output.metrics.finalize() | dropped_shares(mask, kept) | observed, logps
+    metrics = output.metrics + dropped_shares(mask, kept)
+    return output.loss, metrics.finalize() | observed, logps
 
 
 def record(

@@ -48,7 +48,7 @@ class Observations:
     def __init__(self, monitor: Monitor | str | Path | bool) -> None:
         self._monitor = opened(monitor, merge_ranks=False)
         self._step, self._updated = 0, False
-        register_optimizer_step_post_hook(lambda *_: setattr(self, "_updated", True))
+        self._follows_optimizer = False
 
     def show(self, logps: PolicyLogps, step: int | None = None) -> dict[str, float]:
         """Adds a micro-batch, and returns the scalars of its update so far.
@@ -58,8 +58,12 @@ class Observations:
         train = logps.current if logps.proximal is None else logps.proximal
         assert train is not None
         assert logps.behavior is not None
-        self._step, self._updated = self._step + self._updated, False
-        step = self._step if step is None else step
+        if step is None:
+            if not self._follows_optimizer:  # The hook lasts as long as the process.
+                register_optimizer_step_post_hook(lambda *_: setattr(self, "_updated", True))
+                self._follows_optimizer = True
+            self._step, self._updated = self._step + self._updated, False
+            step = self._step
         return self._monitor.observe(
             logp_train=train.detach(),
             logp_rollout=nan_below_minimum(logps.behavior),

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from trimtab.adapters.hooks import build, peer_module
 from trimtab.adapters.loss_settings import NEMO_RL, chosen, refuse
-from trimtab.adapters.micro_batch import METRICS, averaged, counted_state, evaluate, per_response, record
+from trimtab.adapters.micro_batch import METRICS, averaged, counted_state, evaluate, record
 from trimtab.adapters.monitoring import OBSERVED, MonitorChoice, observations
 from trimtab.errors import TrimtabError
-from trimtab.objectives import KL, Objective, PolicyLogps, State
+from trimtab.objectives import KL, Objective, Output, PolicyLogps, State
 from trimtab.objectives import objective as preset
 
 ERROR = "token_mult_prob_error"
@@ -121,27 +121,26 @@ class ObjectiveLoss:
         mask = given.mask
         self._check_reference(mask, given.reference)
         state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
-        advantage = per_response(self.objective, advantage, mask)
-        monitor = observations(self._monitor)
-        loss, metrics, logps = evaluate(self.objective, given, advantage, state=state, monitor=monitor)
-        unfiltered = data.get("curr_logprobs_unfiltered")
+        unfiltered, monitor = data.get("curr_logprobs_unfiltered"), observations(self._monitor)
+        built = self.objective if unfiltered is None else replace(self.objective, kl=KL())
+        loss, metrics, logps = evaluate(built, given, advantage, state=state, monitor=monitor)
         if unfiltered is not None:
-            loss = self._unfiltered(logps, advantage, state, unfiltered)
+            kl = self._unfiltered_kl(logps, state, unfiltered)
+            loss, metrics = loss + kl.loss, metrics | {"kl/mean": kl.metrics.finalize()["kl/mean"]}
         share = (mask.sum() / global_valid_toks).item()
         metrics = {key: value * share for key, value in averaged(metrics).items()}
         metrics |= {"loss": loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
         return loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
 
-    def _unfiltered(self, logps: PolicyLogps, advantage: Tensor, state: State, current: Tensor) -> Tensor:
-        """Returns the loss with the KL term of the policy without top-k and top-p, as the reference is scored.
+    def _unfiltered_kl(self, logps: PolicyLogps, state: State, current: Tensor) -> Output:
+        """Returns the KL term of the policy without top-k and top-p, as the reference is scored.
 
         current: (batch, time - 1) its log-probs; the policy term keeps those with them, as the sampler's are.
         """
-        policy = replace(self.objective, kl=KL())(logps, advantage, state=state).loss
         # Without advantages, the KL term is all of the loss.
         kl = replace(preset("reinforce"), kl=self.objective.kl, aggregation=self.objective.aggregation)
         alone = replace(logps, current=current, proximal=current.detach())
-        return policy + kl(alone, torch.zeros_like(current[:, :1]), state=state).loss
+        return kl(alone, torch.zeros_like(current[:, :1]), state=state)
 
     def _check_reference(self, mask: Tensor, reference: Tensor | None) -> None:
         """Raises `TrimtabError` where the KL term would not read a reference."""

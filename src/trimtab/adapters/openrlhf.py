@@ -7,6 +7,8 @@ trimtab.adapters.openrlhf.install(dump="logps")     # OpenRLHF's own loss, whose
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -39,19 +41,22 @@ def install(
         if not hasattr(module, "PolicyLoss"):
             raise TrimtabError(f"this version of OpenRLHF has no {name}.PolicyLoss: use 0.11.2")
     own = modules[0].PolicyLoss
+    signature = inspect.signature(own)
 
+    @functools.wraps(own, updated=())
     def policy_loss(*arguments: Any, **options: Any) -> nn.Module:
         if built is None:
-            return RecordedLoss(own(*arguments, **options), dump=dump, monitor=monitor)
-        given = {name: value for name, value in options.items() if value is not None}  # None: an option that is off
+            return RecordedPolicyLoss(own(*arguments, **options), dump=dump, monitor=monitor)
+        named = signature.bind(*arguments, **options).arguments
+        given = {name: value for name, value in named.items() if value is not None}  # None: an option that is off
         refuse("OpenRLHF", OPENRLHF, chosen(OPENRLHF, given), "In install")
-        return ObjectiveLoss(built, dump=dump, monitor=monitor)
+        return ObjectivePolicyLoss(built, dump=dump, monitor=monitor)
 
     for module in modules:
         module.PolicyLoss = policy_loss
 
 
-class RecordedLoss(nn.Module):
+class RecordedPolicyLoss(nn.Module):
     """OpenRLHF's own `PolicyLoss`, whose log-probs are written and shown to a monitor."""
 
     def __init__(self, own: nn.Module, *, dump: str | None = None, monitor: MonitorChoice = None) -> None:
@@ -73,7 +78,7 @@ class RecordedLoss(nn.Module):
         return self.own(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **counts)
 
 
-class ObjectiveLoss(nn.Module):
+class ObjectivePolicyLoss(nn.Module):
     """A Trimtab objective with the interface of OpenRLHF's `PolicyLoss`."""
 
     def __init__(

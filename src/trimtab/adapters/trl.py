@@ -22,7 +22,7 @@ from torch import Tensor
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import hook
 from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
-from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_settings
+from trimtab.adapters.trl_shared import TrainsObjective, Update, check_settings
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class GRPOTrainer(ObjectiveLoss, PlainTrainer):
+class GRPOTrainer(TrainsObjective, PlainTrainer):
     """A `trl.GRPOTrainer` that records log-probs, and whose loss may be a Trimtab objective.
 
     objective: a preset, or an `Objective` for other numbers and parts. Without it the loss is TRL's own, bit for bit,
@@ -112,11 +112,11 @@ class GRPOTrainer(ObjectiveLoss, PlainTrainer):
         if auxiliary is not None:
             steps = 1 if update is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * auxiliary / steps
-        self._log("eval" if update is None else "train", dropped_shares(_mask(inputs), logps.mask))
+        metrics = output.metrics + dropped_shares(_mask(inputs), logps.mask)
         if update is None:
-            self._log("eval", output.metrics.finalize())
+            self._log("eval", metrics.finalize())
         else:
-            self._add(update, inputs, logps, output.metrics)
+            self._add(update, inputs, logps, metrics)
         return loss
 
     def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -22,7 +22,7 @@ from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import peer_module, refuse_standard_deviation
 from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
-from trimtab.adapters.trl_shared import ObjectiveLoss, Update, check_ignored
+from trimtab.adapters.trl_shared import TrainsObjective, Update, check_ignored
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
@@ -31,7 +31,7 @@ _TRL: Any = peer_module("TRL", "trl.experimental.async_grpo.async_grpo_trainer")
 PlainTrainer: Any = _TRL.AsyncGRPOTrainer
 
 
-class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
+class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
     """A `trl.experimental.async_grpo.AsyncGRPOTrainer` that records, and whose loss may be a Trimtab objective.
 
     objective, dump, monitor, and what is raised: as for `trl.GRPOTrainer`, but that every update is written.
@@ -95,9 +95,8 @@ class AsyncGRPOTrainer(ObjectiveLoss, PlainTrainer):
         loss = output.loss * self.accelerator.num_processes
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
-        age = self._age(part).float().mean().item()
-        self._log("train", {**dropped_shares(part.mask, logps.mask), "age": age})
-        self._add(update, part, logps, output.metrics)
+        self._log("train", {"age": self._age(part).float().mean().item()})
+        self._add(update, part, logps, output.metrics + dropped_shares(part.mask, logps.mask))
         return loss
 
     def _forward(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Any]:

@@ -49,7 +49,7 @@ class CloseMonitor(TrainerCallback):
         self._monitor.close()
 
 
-class ObjectiveLoss:
+class TrainsObjective:
     """The base of a trainer of TRL that may have an objective, a dump and a monitor."""
 
     accelerator: Any

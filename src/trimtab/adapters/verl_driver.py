@@ -16,7 +16,7 @@ from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, SET, PolicyLoss, given_keywords
 from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import mismatch
+from trimtab.objectives import Objective, mismatch
 from trimtab.objectives.presets import is_custom
 
 MISSING_LOGPS = (
@@ -72,7 +72,9 @@ def wrap_validate_config(
         policy_loss = actor.get("policy_loss", None) or {}
         mode = str(policy_loss.get("loss_mode", ""))
         if mode.startswith(LOSS_PREFIX):
-            _check_loss(mode, named, config, rollout, correction)
+            objective = _checked_objective(mode, named, config, correction)
+            if "behavior" in objective.needs:
+                _carry_logps(objective.name, rollout, correction)
         elif mode not in verl_losses and _is_meant(mode, named):
             raise TrimtabError(f"verl has no loss {mode}: Trimtab's are loss_mode={LOSS_PREFIX}NAME")
         elif given_keywords(policy_loss):
@@ -108,11 +110,8 @@ def _check_readers(config: Any, rollout: Any, correction: Any) -> None:
         )
 
 
-def _check_loss(mode: str, named: Mapping[str, PolicyLoss], config: Any, rollout: Any, correction: Any) -> None:
-    """Raises `TrimtabError` for settings under which a loss would be another one than is named.
-
-    Has verl carry the sampler's log-probs to a loss that reads them; nothing else makes such a run possible.
-    """
+def _checked_objective(mode: str, named: Mapping[str, PolicyLoss], config: Any, correction: Any) -> Objective:
+    """Returns the objective of a loss. Raises `TrimtabError` where the settings would make it another one."""
     actor = config.actor_rollout_ref.actor
     objective = _named_loss(mode, named).validated_objective(actor, actor.get("loss_agg_mode", "token-mean"))
     estimator, by_std = (config.algorithm.get(key, None) for key in ("adv_estimator", "norm_adv_by_std_in_grpo"))
@@ -123,24 +122,34 @@ def _check_loss(mode: str, named: Mapping[str, PolicyLoss], config: Any, rollout
             f"bypass_mode puts the sampler's log-probs in the place of those at the start of the update: with {mode} "
             f"turn it off, and choose loss_mode={LOSS_PREFIX}token-bypass or another loss that reads the sampler's"
         )
-    if "behavior" not in objective.needs:
-        return
-    if not correction:
+    if "behavior" in objective.needs and not correction:
         raise TrimtabError(
             f"algorithm.rollout_correction is empty, and carries the sampler's log-probs that {objective.name} reads: "
             "leave it at verl's default"
         )
     carrying = correction.get("rollout_is", None)
-    if carrying not in (None, CARRY_LOGPS):
+    if "behavior" in objective.needs and carrying not in (None, CARRY_LOGPS):
         raise TrimtabError(
             f"rollout_is={carrying} takes the place of the sampler's log-probs, which {objective.name} reads: leave it "
             f"out, or set algorithm.rollout_correction.rollout_is={CARRY_LOGPS}"
         )
-    if carrying is None or not rollout.get("calculate_log_probs", False):
+    return objective
+
+
+def _carry_logps(name: str, rollout: Any, correction: Any) -> None:
+    """Has verl carry the sampler's log-probs to a loss that reads them, and prints which settings that changed.
+
+    Nothing else makes such a run possible.
+    """
+    changed = []
+    if not rollout.get("calculate_log_probs", False):
         rollout.calculate_log_probs = True
+        changed.append("actor_rollout_ref.rollout.calculate_log_probs=True")
+    if correction.get("rollout_is", None) is None:
         correction.rollout_is = CARRY_LOGPS
-        settings = f"calculate_log_probs=True and rollout_is={CARRY_LOGPS}"
-        print(f"trimtab: set {settings}, as {objective.name} reads the sampler's log-probs")
+        changed.append(f"algorithm.rollout_correction.rollout_is={CARRY_LOGPS}")
+    if changed:
+        print(f"trimtab: set {' and '.join(changed)}, as {name} reads the sampler's log-probs")
 
 
 def wrap_policy_loss_fn(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +220,7 @@ def wrap_bypass_mode(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps v0's `apply_bypass_mode`, which replaces the loss: raises where that is a loss of Trimtab."""
 
     def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-        mode = str(policy_loss_config.get("loss_mode", ""))
+        mode = str((policy_loss_config or {}).get("loss_mode", ""))
         if mode.startswith(LOSS_PREFIX):
             raise TrimtabError(
                 f"bypass_mode would replace the loss {mode}: turn it off, and set rollout_is={CARRY_LOGPS}"

@@ -205,13 +205,13 @@ def _answer(
     files: list[Path], against: list[Path], options: Mapping[str, Any], target: Path, form: str, *, redact: bool
 ) -> None:
     """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
-    from trimtab.cli.display import progress, terminal_width
     from trimtab.diagnosis.output.as_json import against_dict, as_dict
     from trimtab.diagnosis.output.as_text import markdown, terminal_text
     from trimtab.diagnosis.output.html_page import write_page
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
     from trimtab.diagnosis.redaction import Redaction
+    from trimtab.display import progress, terminal_width
 
     redaction, comparison = Redaction() if redact else None, None
     with progress("starting") as update:

@@ -83,7 +83,7 @@ class MultiValueCommand(Command):
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a text, which may contain that of others: control characters are escaped.
 
-    All text of the command line goes through here, `print_json` and the consoles of `trimtab.cli.display`.
+    All text of the command line goes through here, `print_json` and the consoles of `trimtab.display`.
     """
     typer.echo(clean(text), err=err, nl=nl)
 

@@ -66,7 +66,7 @@ def rescore(
         raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")
     if any(path.resolve() == out.resolve() for path in dump):
         raise TrimtabError(f"--out {out} is the file that is read: give another name")
-    from trimtab.cli.display import progress
+    from trimtab.display import progress
     from trimtab.preflight.rescoring import encoded
     from trimtab.preflight.rescoring import rescore as run
     from trimtab.runs.atomic import write_output

@@ -74,11 +74,16 @@ def check_option(part: object, name: str, options: Iterable[str]) -> None:
         raise TrimtabError(f"{type(part).__name__}: unknown {name} {value!r}{did_you_mean(str(value), options)}")
 
 
-def check_range(part: object, interval: str, *names: str) -> None:
-    """Raises `TrimtabError` where a field of a part is outside an interval, such as "(0, inf)"; None is inside."""
+def check_range(part: object, interval: str, *names: str, optional: bool = False) -> None:
+    """Raises `TrimtabError` where a field of a part is outside an interval, such as "(0, inf)".
+
+    optional: whether None is allowed.
+    """
     low, high = map(float, interval[1:-1].split(","))
     for name in names:
         value = getattr(part, name)
+        if value is None and not optional:
+            raise TrimtabError(f"{type(part).__name__}: {name} is None: give a number in {interval}")
         if value is None or low < value < high:
             continue
         if not ((value == low and interval[0] == "[") or (value == high and interval[-1] == "]")):
@@ -86,6 +91,6 @@ def check_range(part: object, interval: str, *names: str) -> None:
 
 
 def check_bounds(low: Number, high: Number, part: str) -> None:
-    """Raises `ValueError` for bounds that do not enclose 1."""
+    """Raises `TrimtabError` for bounds that do not enclose 1."""
     if not 0.0 <= low <= 1.0 <= high:
-        raise ValueError(f"{part}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")
+        raise TrimtabError(f"{part}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")

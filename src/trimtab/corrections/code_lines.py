@@ -16,10 +16,7 @@ from trimtab.corrections.ratios import LOG_RATIO_BOUND, PER_TOKEN_LEVELS, TURN_L
 WIDTH = 116
 """Of a line in a function of 120 columns."""
 
-TAKEN: tuple[str, ...] = (
-    *("current", "proximal", "behavior", "mask", "advantage"),
-    *("valid", "tokens", "responses", "kept"),
-)
+TAKEN = ("current", "proximal", "behavior", "mask", "advantage", "valid", "tokens", "responses", "kept")
 """Names that the function gives itself, so that no part can."""
 
 

@@ -20,6 +20,7 @@ from trimtab.corrections.arguments import check_bounds, check_option
 from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
 from trimtab.corrections.statistics import Histogram, Mergeable
+from trimtab.errors import TrimtabError
 
 BOUNDS = ("truncate", "clip", "mask")
 
@@ -33,7 +34,7 @@ class Weight:
 
     level: one of `LEVELS`. bound: truncate, clip or mask. min, max: bounds, None for none.
     normalize: after bounding, divide by the mean over the update.
-    Raises `ValueError` for unknown options and for bounds that do not enclose 1.
+    Raises `TrimtabError` for unknown options and for bounds that do not enclose 1.
     """
 
     level: str = "token"
@@ -47,7 +48,7 @@ class Weight:
         check_option(self, "bound", BOUNDS)
         check_bounds(self.low, self.high, "Weight")
         if self.bound == "truncate" and self.low > 0:
-            raise ValueError("Weight: truncate has no lower bound; use bound='clip' for min and max")
+            raise TrimtabError("Weight: truncate has no lower bound; use bound='clip' for min and max")
 
     @property
     def low(self) -> Number:

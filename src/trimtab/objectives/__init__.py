@@ -8,6 +8,10 @@ policies      the log-probs that an objective reads; state: what is summed over 
 advantages    advantages from rewards
 code          the loss as a function in plain PyTorch
 correct       weights, masks and mismatch as functions, for any loss
+
+To register a new mask or surrogate: export its class here, a mask from `corrections` too; give it a `kind` in `MASKS`
+or `SURROGATES` of `keywords`. A new number of one is a field of its class, checked in `__post_init__` and written in
+`equation` and `code`; presets get it by a line of `keywords.Keywords`. CONTRIBUTING.md: tests, pages and presets.
 """
 
 import sys

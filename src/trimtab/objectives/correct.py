@@ -19,7 +19,8 @@ from trimtab.objectives.state import Metrics
 class Correction(NamedTuple):
     """The result of `correct`. Multiply weight and keep into the loss and leave its denominator unchanged.
 
-    weight: (batch, time), bounded, without gradient, 0 where untrained or rejected; 1 on the mask without a `Weight`.
+    weight: (batch, time), bounded, without gradient; 0 where untrained or outside the `Weight`'s own mask, whatever
+        `masks` reject. Without a `Weight` it is the mask.
     keep: (batch, time) bool, the tokens of the mask that no rule rejected.
     """
 

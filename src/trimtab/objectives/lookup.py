@@ -50,7 +50,7 @@ def objective(name: str, **overrides: Unpack[Keywords]) -> Objective:
         if preset is COMPOSED and "surrogate" not in given:
             raise TrimtabError('it needs a surrogate, such as surrogate = {kind = "clipped"}; or name a preset')
         return preset.with_keywords(given)
-    except ValueError as error:
+    except TrimtabError as error:
         raise TrimtabError(f"objective {name!r}: {error}") from error.__cause__
 
 
@@ -126,7 +126,7 @@ def _build_custom(name: str, given: dict[str, Any]) -> Preset:
             keywords[key] = convert(key, given.pop(key), kind)
     try:
         built = _function(name)(**keywords)
-    except ValueError:
+    except TrimtabError:
         raise
     except Exception as error:
         raise TrimtabError(f"it ended in {type(error).__name__}: {error}") from error

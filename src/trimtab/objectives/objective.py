@@ -151,8 +151,8 @@ class Objective:
 
     @property
     def _masks_of_prepare(self) -> tuple[Mask, ...]:
-        """The masks that `prepare` applies: those that read the current policy only if rejection is counted."""
-        return self.masks if self._counts_kept else tuple(rule for rule in self.masks if "current" not in rule.reads)
+        """The masks that `prepare` applies: without a count of what they keep, none."""
+        return self.masks if self._counts_kept else ()
 
     def _correction_needs(self, masks: tuple[Mask, ...]) -> frozenset[str]:
         """Returns the fields of `PolicyLogps` that the weight and these masks read."""

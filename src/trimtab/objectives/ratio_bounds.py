@@ -37,7 +37,7 @@ class GrowingClip(Surrogate):
 
     def __post_init__(self) -> None:
         check_range(self, "[0, inf]", "low", "high")
-        check_range(self, "(0, inf]", "dual")
+        check_range(self, "(0, inf]", "dual", optional=True)
         check_range(self, "(-inf, inf)", "power")
 
     def __call__(self, terms: Terms, state: State) -> Value:

@@ -39,6 +39,7 @@ class State(Mergeable):
 
     tokens, sequences, sequences_trained: from the original mask (sequences include those without a trained token).
     tokens_kept, sequences_rejected: tokens that no rule rejected; sequences whose trained tokens were all rejected.
+        `prepare` applies the masks for `denominator="kept"` only.
     weight_total / weight_count: the mean bounded weight.
     magnitudes: (n,) |log-ratio| of the tokens in M2PO's second moment, negative for all others.
     """

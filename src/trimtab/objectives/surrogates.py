@@ -150,7 +150,7 @@ class Clipped(Surrogate):
     def __post_init__(self) -> None:
         check_range(self, "[0, 1]", "low")
         check_range(self, "[0, inf]", "high")
-        check_range(self, "(1, inf]", "dual")
+        check_range(self, "(1, inf]", "dual", optional=True)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio, advantage = terms.ratio, terms.advantage

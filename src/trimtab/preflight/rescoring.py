@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,17 +83,20 @@ def rescore(
 
 
 def encoded(rows: pa.Table, suffix: str) -> bytes:
-    """Returns the rows as a parquet file, or as JSON lines for the suffix .jsonl; NaN is null there."""
+    """Returns the rows as a parquet file, or as JSON lines for the suffix .jsonl; what is not finite is null there."""
     if suffix == ".jsonl":
-        lines = (json.dumps({name: _plain(value) for name, value in row.items()}) + "\n" for row in rows.to_pylist())
-        return "".join(lines).encode()
+        return "".join(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows.to_pylist()).encode()
     buffer = io.BytesIO()
     pq.write_table(rows, buffer, compression="zstd")
     return buffer.getvalue()
 
 
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and value != value else value
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_ids(table: TokenTable, framework: str) -> None:

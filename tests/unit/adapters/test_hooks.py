@@ -11,6 +11,7 @@ from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, tinker
 from trimtab.adapters.hooks import build, hook
+from trimtab.adapters.verl_driver import wrap_bypass_mode
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objective
 
@@ -87,13 +88,22 @@ def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypat
     unfiltered = torch.ones(1, 2, requires_grad=True)
     filtered = torch.tensor([[1.5, 2.5]], requires_grad=True)
     data |= {"curr_logprobs_unfiltered": unfiltered, "prev_logprobs": torch.tensor([[0.0, 1.5, 2.5]])}
-    value, _ = loss(filtered, data, *counts)
+    value, metrics = loss(filtered, data, *counts)
+    assert metrics["trimtab/kl/mean"] == 0
     assert value.item() == pytest.approx(-1.0)  # Ratio 1, advantage 1, and no KL.
     (slope,) = torch.autograd.grad(value, unfiltered)
     assert slope.tolist() == [[0.0, 0.0]]
     for reference in (torch.zeros(1, 3), None):
         with pytest.raises(TrimtabError, match=r"computes no reference log-probs: set .*reference_policy_kl_penalty="):
             loss(current, data | {"reference_policy_logprobs": reference}, *counts)
+
+
+def test_bypass_mode_of_verl_is_passed_on_for_its_own_losses() -> None:
+    called = []
+    bypass = wrap_bypass_mode(lambda batch, **_: called.append(batch))
+    bypass("batch")
+    bypass("other", policy_loss_config={"loss_mode": "vanilla"})
+    assert called == ["batch", "other"]
 
 
 def test_tinker_data_without_a_field_are_refused() -> None:
@@ -122,7 +132,7 @@ def test_prime_rl_s_keywords_may_be_tables_and_token_weights_are_refused() -> No
 
 def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
     current = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    loss = openrlhf.ObjectiveLoss("grpo", aggregation="token-mean", clip_low=0.2, clip_high=0.2)
+    loss = openrlhf.ObjectivePolicyLoss("grpo", aggregation="token-mean", clip_low=0.2, clip_high=0.2)
     value, clipped, kl, mismatch = loss(
         current, torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[-1.5, -1.0]])
     )

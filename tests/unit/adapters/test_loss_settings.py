@@ -86,17 +86,28 @@ def test_each_setting_is_refused_where_it_is_not_the_default(
 
 
 def test_openrlhf_refuses_when_the_actor_builds_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {name: SimpleNamespace(PolicyLoss=None) for name in openrlhf.MODULES}
+    def own(
+        clip_eps_low: Any = 0.2,
+        clip_eps_high: Any = 0.2,
+        dual_clip: Any = None,
+        policy_loss_type: Any = "ppo",
+        vllm_is_truncated_threshold: Any = None,
+        vllm_is_correction_type: Any = "tis",
+    ) -> None: ...
+
+    modules = {name: SimpleNamespace(PolicyLoss=own) for name in openrlhf.MODULES}
     monkeypatch.setattr(openrlhf, "peer_module", lambda _, name: modules[name])
     openrlhf.install("grpo")
     build: Any = modules[openrlhf.MODULES[-1]].PolicyLoss
     plain = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": None, "policy_loss_type": "ppo"}
     plain["vllm_is_truncated_threshold"] = None
-    assert isinstance(build(**plain, vllm_is_correction_type="tis"), openrlhf.ObjectiveLoss)
+    assert isinstance(build(**plain, vllm_is_correction_type="tis"), openrlhf.ObjectivePolicyLoss)
     with pytest.raises(TrimtabError, match=r"vllm_is_truncated_threshold: only OpenRLHF's own loss"):
         build(**{**plain, "vllm_is_truncated_threshold": [0.9, 1.1]})
     with pytest.raises(TrimtabError, match=r"clip_eps_high: only OpenRLHF's own .*In install: clip_eps_high is clip_h"):
         build(**{**plain, "clip_eps_high": 0.28})
+    with pytest.raises(TrimtabError, match="clip_eps_high: only OpenRLHF's own"):
+        build(0.2, 0.28)
 
 
 def test_settings_that_name_another_loss_or_other_advantages_are_refused() -> None:

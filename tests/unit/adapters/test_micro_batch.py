@@ -46,9 +46,10 @@ def test_a_token_without_a_log_prob_is_left_out_alone_only_where_the_trainer_is_
     kept = usable_tokens(HOLES_MASK, HOLES, HOLES_TRAINER)
     assert kept.tolist() == [[True, False, True], [False] * 3, [False] * 3, [False, True, True]]
     # Of 4 responses 2, of 10 trained tokens 1 + 3 + 2.
-    assert dropped_shares(HOLES_MASK, kept) == {"unscored": 0.5, "unscored_tokens": pytest.approx(0.6)}
+    shares = dropped_shares(HOLES_MASK, kept)
+    assert shares.finalize() == {"unscored": 0.5, "unscored_tokens": pytest.approx(0.6)}
     nothing = torch.zeros(2, 0, dtype=torch.bool)
-    assert dropped_shares(nothing, nothing) == {"unscored": 0.0, "unscored_tokens": 0.0}
+    assert (shares + dropped_shares(nothing, nothing)).finalize() == shares.finalize()
 
 
 def test_corrections_count_tokens_without_a_log_prob_apart_from_rejected_ones() -> None:

@@ -18,6 +18,7 @@ from tests.support.adapter_calls import CALLS, WHOLE, call_tis
 from tests.support.noisy_batch import batch as noisy_batch
 from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.testing import assert_close
 
 from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_records
@@ -261,7 +262,7 @@ def test_no_loss_is_chosen_for_the_user() -> None:
         "SkyRL": lambda: skyrl.register(monitor=True),
         "tinker": lambda: tinker.custom_loss(dump="logps"),
         "NeMo-RL": lambda: nemo_rl.ObjectiveLoss(replaces=None),
-        "OpenRLHF": lambda: openrlhf.ObjectiveLoss(None),  # type: ignore[arg-type]
+        "OpenRLHF": lambda: openrlhf.ObjectivePolicyLoss(None),  # type: ignore[arg-type]
         "AReaL": lambda: areal.actor_loss(None),
     }
     for trainer, call in calls.items():
@@ -278,6 +279,7 @@ def test_each_call_of_tinker_is_a_step() -> None:
     names: list[str] = []
     monitor, direct = (Monitor(on_alarm=lambda alarm: names.append(alarm.name)) for _ in range(2))
     loss, plain = tinker.custom_loss("icepop", monitor=monitor), tinker.custom_loss("icepop")
+    hooks = len(_global_optimizer_post_hooks)
     for step in range(LOST + 3):
         one = responses(step)
         rows = advantages(one["logp_train"])
@@ -291,6 +293,8 @@ def test_each_call_of_tinker_is_a_step() -> None:
         expected = direct.observe(**{key: one[key] for key in ("logp_train", "logp_rollout", "mask", "step")})
         assert {key: metrics[f"trimtab/{key}"] for key in FIGURES} == {key: expected[key] for key in FIGURES}
     assert names.count("k3-jump") == 2  # That of `direct` too.
+    tinker.custom_loss("icepop", monitor=monitor)
+    assert len(_global_optimizer_post_hooks) == hooks
 
 
 def test_the_driver_of_verl_shows_a_batch_a_step(tmp_path: Path) -> None:

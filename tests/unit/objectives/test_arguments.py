@@ -11,9 +11,10 @@ from jaxtyping import config
 from torch import Tensor
 
 from trimtab import Monitor
-from trimtab.corrections.masks import Band
+from trimtab.corrections.masks import Band, Veto
 from trimtab.corrections.weights import Weight
-from trimtab.objectives import PolicyLogps, correct, mismatch, objective, objectives
+from trimtab.errors import TrimtabError
+from trimtab.objectives import Clipped, PolicyLogps, correct, mismatch, objective, objectives
 from trimtab.testing import assert_parity
 
 ROWS, TIME = 3, 4
@@ -103,6 +104,13 @@ def test_functions_name_the_argument_that_is_wrong() -> None:
     refuses("sequence_ids", ids, lambda value: mismatch(*pair, mask, sequence_ids=value))
     refuses("logp_a", pair[0], lambda value: assert_parity(value, pair[1], mask))
     refuses("logp_b", pair[1], lambda value: assert_parity(pair[0], value, mask))
+
+
+def test_parts_name_a_number_that_is_missing() -> None:
+    for part, name in ((Clipped, "low"), (Veto, "min")):
+        with pytest.raises(TrimtabError, match=f"{part.__name__}: {name} is None: give a number in "):
+            part(None)
+    assert Clipped(dual=None).dual is None
 
 
 def test_the_monitor_names_the_argument_that_is_wrong() -> None:

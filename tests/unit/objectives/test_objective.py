@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -114,6 +115,11 @@ def test_what_prepare_must_be_given():
     assert objective("token-tis", normalize=True).prepare_needs == {"proximal"}
     assert objective("geo-mask", denominator="kept").prepare_needs == {"proximal"}
     assert objective("opsm").prepare_needs == frozenset()
+    banded = replace(objective("token-tis", normalize=True), masks=(Band("token", 0.5, 2.0),))
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with patch.object(Band, "keep", side_effect=AssertionError("nobody reads it")):
+        state = banded.prepare(PolicyLogps(one, one - 1, mask, proximal=one), one)
+    assert state.weight_total.item() == 2.0
     assert objective("opsm", denominator="kept").prepare_needs == {"current"}
     assert objective("m2po").prepare_needs == objective("m2po", form="mask").prepare_needs == {"current"}
 

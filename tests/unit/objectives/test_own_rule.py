@@ -81,7 +81,7 @@ def test_keywords_are_those_of_the_function_and_the_shared_ones():
         ("dpo", {}, "no 'dpo' in 'tests.unit.objectives.own_rule' .did you mean 'dppo'"),
         ("ROUNDS", {}, "is int, not a function"),
         ("broken", {}, "it ended in KeyError: 'no such thing'"),
-        ("refused", {}, "bad bound"),
+        ("refused", {}, "it ended in ValueError: bad bound"),
         ("nothing", {}, "it returned NoneType, not a trimtab.Objective"),
         ("loose", {}, "[*][*]keywords.* cannot be given from a recipe"),
     ],
@@ -90,6 +90,7 @@ def test_mistakes_are_one_line_that_names_the_function(name, keywords, line):
     with pytest.raises(TrimtabError, match=f"^objective '{OWN}{name}'.*{line}") as error:
         from_section({"name": f"{OWN}{name}", **keywords})
     assert "\n" not in str(error.value)
+    assert (error.value.__cause__ is not None) == ("ended in" in line)  # The traceback is that of the function.
 
 
 def test_the_error_for_a_missing_module_names_the_folder_that_was_searched():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,11 @@ def test_the_result_is_read_with_all_columns(tmp_path: Path, model: Path, suffix
     for name, values in first.columns.items():
         np.testing.assert_array_equal(second.columns[name], values, err_msg=name)
     assert second.prompt_ids is None  # needed for rescoring only
+
+
+def test_what_is_not_finite_is_null_in_json_lines() -> None:
+    values = {"step": [math.nan], "logp_behavior": [[-1.5, math.nan, -math.inf]]}
+    assert json.loads(encoded(pa.table(values), ".jsonl")) == {"step": None, "logp_behavior": [-1.5, None, None]}
 
 
 def test_a_response_with_a_bad_value_is_left_out_whole(tmp_path: Path, model: Path) -> None:

@@ -7,23 +7,19 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.errors import did_you_mean
+from trimtab.errors import explain, first_problem
 from trimtab.trainer.config.schema import Config
 from trimtab.trainer.config.section import PluginSection
 
 
 def explain_first(error: ValidationError) -> str:
     """Returns the first problem that pydantic reports, and the number of the others, in one line."""
-    first = error.errors()[0]
+    first = first_problem(error)
     key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        *parents, word = first["loc"]
-        return f"unknown key {key!r}{did_you_mean(str(word), (_section(parents) or Config).model_fields)}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "model_type" or key == "reward":
         return f"{not_a_section(key, first['input'])}{more}"
-    got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
-    return f"{key}: {first['msg'].removeprefix('Value error, ')}{got}{more}"
+    return explain(error, (_section(first["loc"][:-1]) or Config).model_fields, "key") + more
 
 
 def not_a_section(key: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from trimtab.cli.display import PlainTextConsole, RunDisplay, closing_lines, figures, progress_bar
+from trimtab.display import PlainTextConsole, RunDisplay, closing_lines, figures, progress_bar
 from trimtab.trainer.config import load_config
 
 STEP: dict[str, float | str] = {

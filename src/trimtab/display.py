@@ -1,4 +1,4 @@
-"""What is printed with rich: tables, bars on a terminal, and the progress of a run and of an experiment in lines.
+"""For `cli` and `api`: what is printed with rich, as tables, bars, and the progress of a run and of an experiment.
 
 Texts are printed as they are, with control characters escaped.
 """
