@@ -52,6 +52,7 @@ REFUSED = {
         ("model.compile=true objective.name=token-alp", "model.compile and [perturbation], which works inside"),
         ("model.compile=true model.path=laboratory-moe routing.replay=proximal", "model.compile and routing.replay"),
         (f"model.compile=true {INVARIANT}", 'model.compile and numerics = "invariant"'),
+        (f"model.compile=true {VLLM}", "model.compile and engine.vllm.eager with engine.workers = 0"),
     ],
     "proximal": [
         (
