@@ -75,6 +75,15 @@ def neighbors(path: Path) -> str:
     return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
 
 
+def error_text(error: BaseException) -> str:
+    """Returns the type and the text of an exception, whatever its class."""
+    try:
+        text = str(error)
+    except Exception:  # of a class with a faulty __str__
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def explain(error: ValidationError, known: Iterable[str]) -> str:
     """Returns the first pydantic error for the options of a named section in one line; `known` are its options."""
     # Unknown options come first: a misspelled required option would otherwise be reported as missing.
