@@ -18,7 +18,7 @@ from trimtab.trainer.config import consistency, load_config, recipe_names, recip
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.requirements import check_recipe, check_task
 from trimtab.trainer.rewards import Response
-from trimtab.trainer.run import check
+from trimtab.trainer.run import build_parts
 from trimtab.types import Problem
 
 SERVER = "engine.type=server engine.server.urls=['http://a:1']"
@@ -287,7 +287,7 @@ def refusals(module: ModuleType) -> list[str]:
 def refusal(overrides: str) -> str:
     """The message with which a recipe is refused, before its model, which does not exist, would be loaded."""
     with pytest.raises(TrimtabError) as raised:
-        check(load_config("laboratory", [*overrides.split(), "model.path=/absent"]))
+        build_parts(load_config("laboratory", [*overrides.split(), "model.path=/absent"]))
     return str(raised.value)
 
 
@@ -302,7 +302,7 @@ def test_a_contradiction_is_refused_in_one_line(
     assert message.startswith("laboratory: ") == (group not in ("objective", "advantage", "task"))
     monkeypatch.setattr(recipes, "refuse", lambda _: None)
     with pytest.raises(TrimtabError, match=re.escape(words)):
-        check(load_config("laboratory", overrides.split()))
+        build_parts(load_config("laboratory", overrides.split()))
 
 
 def test_refusals_are_few_and_have_examples() -> None:
@@ -316,7 +316,7 @@ def test_refusals_are_few_and_have_examples() -> None:
 @pytest.mark.parametrize(("overrides", "words"), UNUSED, ids=[overrides for overrides, _ in UNUSED])
 def test_a_key_without_effect_is_a_warning(overrides: str, words: str) -> None:
     with pytest.warns(TrimtabWarning, match=re.escape(words)) as found:
-        check(load_config("laboratory", overrides.split())).close()
+        build_parts(load_config("laboratory", overrides.split())).close()
     assert len(found) == 1
 
 
@@ -335,7 +335,7 @@ def test_every_key_that_may_have_no_effect_has_an_example() -> None:
 
 @pytest.mark.parametrize("overrides", ACCEPTED)
 def test_recipes_near_a_rule_are_accepted(overrides: str) -> None:
-    check(load_config("laboratory", overrides.split())).close()
+    build_parts(load_config("laboratory", overrides.split())).close()
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -364,7 +364,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     monkeypatch.setattr(environments, "build", build_and_record)
     asked = "environment.name=python sampling.max_tokens=32"
     with pytest.raises(TrimtabError, match="exceed the 12 held-out"):
-        check(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
+        build_parts(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
     assert closed == ["scorer", "environment"]
 
     def fail(*_: object) -> None:
@@ -372,7 +372,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(run, "eval_tasks", fail)
     with pytest.raises(TrimtabError, match="no process"):
-        check(load_config("laboratory", asked.split()))
+        build_parts(load_config("laboratory", asked.split()))
     assert closed == ["scorer", "environment"] * 2
 
 
@@ -387,12 +387,12 @@ def test_a_reward_with_the_name_of_a_metric_is_refused() -> None:
         return 0.0
 
     with pytest.raises(TrimtabError, match=NAME_TAKEN):
-        check(load_config("laboratory"), reward=mean)
+        build_parts(load_config("laboratory"), reward=mean)
 
 
 def test_the_length_limit_of_rewards_is_that_of_the_run() -> None:
     """Half of DAPO's penalty in the middle of the last `cache` tokens."""
-    parts = check(load_config("laboratory", ["sampling.max_tokens=40", 'reward=[{name="overlong", cache=20}]']))
+    parts = build_parts(load_config("laboratory", ["sampling.max_tokens=40", 'reward=[{name="overlong", cache=20}]']))
     with parts.scorer as scorer:
         assert scorer.score([(Problem("p", "", ""), Response("", "stop", 30))])[0].total == -0.5
 
