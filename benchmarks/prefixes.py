@@ -49,7 +49,7 @@ from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.source import SyncSource
-from trimtab.trainer.run import build_trainer, build_parts
+from trimtab.trainer.run import build_parts, build_trainer
 
 TARGET = 1.05
 BASE = "on-policy"
