@@ -193,7 +193,9 @@ def build_parts(
         evaluated = eval_tasks(config, task, scorer, others)
         for other in evaluated[1:]:
             started.callback(other.scorer.close)
-        return RunParts(built, task, scorer, evaluated, multi_turn, started.pop_all().close)
+        # Only the leader scores and plays episodes: on other ranks the processes end here.
+        close = started.pop_all().close if current_ranks().is_leader else started.close
+        return RunParts(built, task, scorer, evaluated, multi_turn, close)
 
 
 def build_trainer(

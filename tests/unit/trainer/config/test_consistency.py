@@ -352,6 +352,15 @@ def test_sharding_is_for_several_ranks() -> None:
         check_recipe(load_config("laboratory", ["sharding.offload=true", RAY]), objective, 2)
 
 
+def test_only_the_leader_keeps_the_processes_of_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append(rank))
+    for rank in (0, 1):
+        monkeypatch.setattr(run, "current_ranks", lambda rank=rank: RankGroup(rank=rank, size=2))
+        build_parts(load_config("laboratory"))
+    assert closed == [1]
+
+
 def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append("scorer"))
