@@ -49,7 +49,7 @@ from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.source import SyncSource
-from trimtab.trainer.run import build_trainer, check
+from trimtab.trainer.run import build_parts, build_trainer
 
 TARGET = 1.05
 BASE = "on-policy"
@@ -127,7 +127,7 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
     """All variants in turn; the second value is the mean number of prompt tokens."""
     steps = len(VARIANTS) * options.refresh * (options.rounds + 1)
     config, turns = recipe(case, BASE, options, steps), Turns(options.refresh)
-    parts, loaded = check(config), build_model(config)
+    parts, loaded = build_parts(config), build_model(config)
     with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run", config.dump()) as directory:
         trainer = turns.trainer = build_trainer(config, parts, loaded, directory, turns)
         sampling = replace(trainer.collector.sampling, ignore_stop=case in FORCED)

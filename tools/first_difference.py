@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.trainer.build_model import build_model, prepare_model
 from trimtab.trainer.config import load_config
-from trimtab.trainer.engines.decoding_rows import PrefillPlan
-from trimtab.trainer.engines.embedded.decoder import CachedDecoder
+from trimtab.trainer.engines.embedded.decoder import CachedDecoder, PrefillPlan
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.trainer.engines.engine_spec import weight_quantization

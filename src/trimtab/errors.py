@@ -76,6 +76,15 @@ def neighbors(path: Path) -> str:
     return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
 
 
+def error_text(error: BaseException) -> str:
+    """Returns the type and the text of an exception, whatever its class."""
+    try:
+        text = str(error)
+    except Exception:  # of a class with a faulty __str__
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def first_problem(error: ValidationError) -> ErrorDetails:
     """Returns what to say of an error of pydantic: unknown names first, as a misspelled one would count as missing."""
     return min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")

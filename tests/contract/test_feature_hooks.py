@@ -107,7 +107,7 @@ class CountingFeature(Feature):
         return {"expected": None}
 
     def state(self) -> Mapping[str, Any]:
-        return {"counting": self.steps_before + self.calls["end_step"]}
+        return {"step": 100 + self.steps_before + self.calls["end_step"]}
 
     def tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         return {"counted": {"steps": torch.tensor(self.steps_before + self.calls["end_step"])}}
@@ -117,7 +117,7 @@ class CountingFeature(Feature):
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         assert learner.objective.name == "token-tis"
-        self.steps_before = saved["counting"]
+        self.steps_before = saved["step"] - 100
 
 
 def recipe(steps: int) -> Config:
@@ -162,7 +162,7 @@ def test_hooks_are_called_where_the_interface_says(tmp_path: Path, monkeypatch: 
 def test_state_and_modules_are_saved_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(1, tmp_path / "run", monkeypatch)
     saved = store.load(checkpoint_folder(tmp_path / "run" / "checkpoints", 1))
-    assert saved.meta["counting"] == 1
+    assert saved.meta["features"] == {"CountingFeature": {"step": 101}}
     assert torch.equal(saved.tensors["counting"]["weight"], first.scale.weight)
     groups = json.dumps(saved.meta["optimizer"]["param_groups"][1])
     assert '"counting.weight"' in groups

@@ -1,7 +1,7 @@
 """Stand-ins that let every rank run the same training loop.
 
-Rank 0 is the leader: it has the engines, the rewards, the run directory and the observer. The other ranks have
-stand-ins with the same interface, which receive the leader's data and write nothing.
+Rank 0 is the leader: it has the engines, the processes of rewards and tools, the run directory and the observer. The
+other ranks have stand-ins with the same interface, which receive the leader's data and write nothing.
 
     with join():
         run = run_directory(folder, partial(RunDirectory.create, folder, recipe))

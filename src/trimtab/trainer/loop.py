@@ -8,7 +8,7 @@ One iteration of `Trainer.train`:
     3. update     one optimizer update for each mini-batch, `trainer.epochs` times
     4. publish    give the engines the new weights, if `trainer.sync_every` updates have passed since the last time
     5. measure    collect the metrics of the step
-    6. evaluate   greedy accuracy on held-out problems, every `eval.every` steps
+    6. evaluate   accuracy on held-out problems, greedy and of several samples, every `eval.every` steps
     7. write      trajectories, metrics and a checkpoint; then sinks and the observer
 
 The rollout source (trainer/rollout/source.py) generates a batch when it is asked for one, or takes it from engines that

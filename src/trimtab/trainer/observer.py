@@ -18,7 +18,7 @@ class Observer(Protocol):
         """Called once before the first step, with the resolved recipe, its equation and the run directory."""
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Progress within a phase such as "collect", "score", "update" or "evaluate"; a `total` of 0 is unknown."""
+        """Called as ("collect", finished steps, all steps of the run) and ("update", done, all updates of the step)."""
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
         """Called after each step with the object that was written to metrics.jsonl."""

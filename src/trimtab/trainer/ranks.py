@@ -1,8 +1,9 @@
 """The process group of a run and its collectives: broadcast, gather, sum, run on all ranks.
 
 `torchrun` starts one process for each device and numbers them in the environment. Every rank runs the same program;
-rank 0 is the leader: it has the data, the engines and the run directory. Besides tensors, ranks exchange bytes (JSON,
-safetensors, parquet) and no pickles. A run of one process has the rank `SINGLE_RANK`, which exchanges nothing.
+rank 0 is the leader: it has the engines and the run directory, and alone samples and scores. Besides tensors, ranks
+exchange bytes (JSON, safetensors, parquet) and no pickles. A run of one process has the rank `SINGLE_RANK`, which
+exchanges nothing.
 """
 
 from __future__ import annotations

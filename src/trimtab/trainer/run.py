@@ -23,8 +23,9 @@ from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config, LoraConfig
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.environments import BuiltEnvironment
-from trimtab.trainer.features import build_features, routing_replay
+from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature
+from trimtab.trainer.features.routing_replay import require_mixture
 from trimtab.trainer.followers import AbsentEngine, run_directory, shared_source
 from trimtab.trainer.held_out import EvalTask, HeldOut, eval_metrics, eval_tasks
 from trimtab.trainer.learner import Learner
@@ -118,7 +119,7 @@ def train(
         torch.set_num_threads(config.threads)
     with out_of_memory_as_user_error(), stop.signals(), join(), ExitStack() as cleanup:
         config, built = custom_objective.resolve(config, objective)
-        parts = check(config, reward, built, environment)
+        parts = build_parts(config, reward, built, environment)
         cleanup.callback(parts.close)
         folder = Path(out or config.out or "runs/run")
         make = partial(RunDirectory.open, folder) if resume else partial(RunDirectory.create, folder, config.dump())
@@ -158,7 +159,7 @@ def out_of_memory_as_user_error() -> Iterator[None]:
         ) from error
 
 
-def check(
+def build_parts(
     config: Config,
     reward: RewardFunction | None = None,
     objective: Objective | None = None,
@@ -192,7 +193,9 @@ def check(
         evaluated = eval_tasks(config, task, scorer, others)
         for other in evaluated[1:]:
             started.callback(other.scorer.close)
-        return RunParts(built, task, scorer, evaluated, multi_turn, started.pop_all().close)
+        # Only the leader scores and plays episodes: on other ranks the processes end here.
+        close = started.pop_all().close if current_ranks().is_leader else started.close
+        return RunParts(built, task, scorer, evaluated, multi_turn, close)
 
 
 def build_trainer(
@@ -208,7 +211,7 @@ def build_trainer(
     if run.writes and not run.model_folder.exists():
         save_model_files(loaded.model, loaded.tokenizer, run.model_folder)
     if config.routing.replay != "none":
-        routing_replay.RoutingReplay.build(config, loaded.model)  # refuses a dense model before engines are built
+        require_mixture(config, loaded.model)  # before engines are built
     if ranks.size > 1 and ranks.is_leader and config.engine.type == "embedded":
         # The embedded engine copies the model on the device where it finds it.
         loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]

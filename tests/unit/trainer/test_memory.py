@@ -88,7 +88,14 @@ def fill_above(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "score", limited)
 
 
-@pytest.mark.parametrize("sets", [(), ("objective.name=token-alp", "trainer.max_lag=0")])
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("objective.name=token-alp", "trainer.max_lag=0"),
+        ("objective.name=geo-mask", "objective.calibrate=true", "trainer.prompts=16"),
+    ],
+)
 def test_a_full_memory_halves_micro_batches_and_repeats_the_update(
     sets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,9 +108,8 @@ def capture(
         "source": source_data,
         "optimizer": groups,
         "random": generator_data,
+        "features": {type(feature).__name__: feature.state() for feature in learner.features},
     }
-    for feature in learner.features:
-        meta |= feature.state()
     return tensors, meta, files
 
 
@@ -144,7 +143,7 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     trainer.idle.steps = meta["idle"]
     for feature in learner.features:
         feature.load_tensors(checkpoint.tensors)
-        feature.load_state(learner, meta)
+        feature.load_state(learner, meta["features"][type(feature).__name__])
     if "engine" not in checkpoint.tensors:
         trainer.publish_now()
     trainer.source.restore(checkpoint.tensors, meta["source"], checkpoint.files)

@@ -34,7 +34,7 @@ from trimtab.trainer.engines.engine_spec import engine_spec
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.observer import Moment, NullObserver, Observer
 from trimtab.trainer.ranks import launched_by_torchrun
-from trimtab.trainer.run import TrainResult, check
+from trimtab.trainer.run import TrainResult, build_parts
 from trimtab.trainer.run import train as train_rank
 from trimtab.trainer.stop import Stop
 from trimtab.types import Engine
@@ -57,7 +57,7 @@ def train(
     if launched_by_torchrun():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
     observer, run = observer or NullObserver(), Path(os.path.realpath(out or config.out or "runs/run"))
-    check(config).close()
+    build_parts(config).close()
     stop = Stop()
     with stop.signals(), connect(config.ray), reserve_slots(config) as slots, _start_ranks(slots) as ranks:
         rendezvous = _rendezvous_address(ranks[0], config.ray.start_timeout)

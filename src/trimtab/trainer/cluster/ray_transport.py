@@ -11,7 +11,6 @@ import queue
 import tempfile
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -28,6 +27,7 @@ from trimtab.trainer.config import Config, RayConfig
 from trimtab.trainer.engines.remote.engine_host import CallResult, EngineHost
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, TransportLost
+from trimtab.trainer.engines.weight_transfer import with_first_names
 from trimtab.types import Engine
 
 HEARTBEAT_INTERVAL = 1.0  # seconds between two reports of the actor, without turns that end
@@ -250,15 +250,11 @@ def pack(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype |
 
     A tied tensor is stored once, under its first name.
     """
-    known: dict[tuple[Any, ...], weakref.ref[Tensor]] = {}
     shard: Shard = []
     size = 0
-    for name, weight in weights:
-        identity = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-        # The first tensor must still be alive, since another one may reuse its memory.
-        if weight.numel() and identity in known and known[identity]() is not None:
+    for name, weight, first in with_first_names(weights):
+        if first != name:
             continue
-        known[identity] = weakref.ref(weight)
         tensor = weight.detach()
         if dtype is not None and tensor.ndim > 1 and tensor.is_floating_point():
             tensor = tensor.to(dtype)

@@ -36,16 +36,21 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def _compiled(config: Config) -> Iterator[str]:
-    """Yields what changes layers from inside, which a compiled layer does not see."""
+    """Yields what changes layers from inside, which a compiled layer does not see, and what stops compilation."""
+    inside, engine = "which works inside of the layers,", config.engine
+    in_trainer = engine.type == "vllm" and config.placement == "local" and config.engine_processes == 0
     changes = {
-        "[perturbation]": config.perturbation is not None and config.perturbation.layers != "logits",
-        "routing.replay": config.routing.replay != "none",
-        'numerics = "invariant"': config.numerics == "invariant",
+        f"[perturbation], {inside}": config.perturbation is not None and config.perturbation.layers != "logits",
+        f"routing.replay, {inside}": config.routing.replay != "none",
+        f'numerics = "invariant", {inside}': config.numerics == "invariant",
+        "engine.vllm.eager with engine.workers = 0, which turns compilation off in the trainer,": (
+            in_trainer and engine.vllm.eager
+        ),
     }
     if config.model.compile:
         for name, is_set in changes.items():
             if is_set:
-                yield f"model.compile and {name}, which works inside of the layers, cannot be combined: leave one out"
+                yield f"model.compile and {name} cannot be combined: leave one out"
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -8,30 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from trimtab.trainer.engines.embedded.sampling import SampledTokens
 from trimtab.trainer.engines.request import Prefixes, validate_prefixes, validate_tokens
 from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TopTokens, TurnResult
 
 TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefillPlan:
-    """What a batch runs through the model before sampling: distinct pairs of a prompt and a response prefix ("starts").
-
-    `prompt` (starts,) holds the index of the prompt of each start, `row` (rows,) the index of the start of each row.
-    Rows of one prompt are adjacent. A prefix may be empty.
-    """
-
-    prompts: list[Tensor]
-    prefixes: list[Tensor]
-    prompt: Tensor
-    row: Tensor
 
 
 @dataclass(slots=True)
@@ -193,15 +176,6 @@ def build_rows(
     return rows
 
 
-def append_sampled(rows: list[DecodingRow], live: list[int], sampled: SampledTokens) -> None:
-    """Appends the sampled tokens to the rows of the indices `live`."""
-    ids, logp, entropy = sampled.to_lists()
-    top = None if sampled.top is None else tuple(part.cpu().numpy() for part in sampled.top)
-    for i in live:
-        best = None if top is None else (top[0][i], top[1][i])
-        rows[i].append(ids[i], logp[i], entropy[i], None if sampled.kept is None else sampled.kept[i], best)
-
-
 def mark_aborted(rows: Iterable[DecodingRow]) -> None:
     """Marks rows as aborted; they keep the tokens sampled so far."""
     for row in rows:
@@ -217,19 +191,3 @@ def grouped_completions(
     done = [row.completion(version, stop) for row in rows]
     done = done if entropies else [replace(one, entropy=None) for one in done]
     return [done[start : start + samples] for start in range(0, len(done), samples)]
-
-
-def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:
-    """Returns the distinct pairs of prompt and prefix among rows before their first step.
-
-    Rows of one prompt must be adjacent.
-    """
-    used = {p: i for i, p in enumerate(dict.fromkeys(row.prompt for row in rows))}
-    starts: dict[tuple[int, tuple[int, ...]], int] = {}
-    start_of_row = [starts.setdefault((used[row.prompt], tuple(row.ids)), len(starts)) for row in rows]
-    return PrefillPlan(
-        prompts=[torch.as_tensor(prompts[p].ids, dtype=torch.int64, device=device) for p in used],
-        prefixes=[torch.tensor(ids, dtype=torch.int64, device=device) for _, ids in starts],
-        prompt=torch.tensor([prompt for prompt, _ in starts], device=device),
-        row=torch.tensor(start_of_row, device=device),
-    )

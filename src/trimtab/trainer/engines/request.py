@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.engines.stopping import StopChecker
-from trimtab.trainer.models.routing import RouterInfo
+from trimtab.trainer.models.routing import RouterInfo, require_known_experts
 from trimtab.types import Completion, Prompt, SamplingParams
 
 NO_WEIGHTS = "the engine has no weights yet: call update_weights first"
@@ -144,15 +144,8 @@ def validate_tokens(
 def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
     """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
     for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
-        routes = prefix.routed_experts
-        if routes is None or not routes.size:
-            continue
-        foreign = routes.min() < 0 or routes.max() >= routers.experts
-        if foreign or routes.shape[1:] != (routers.layers, routers.chosen):
-            raise TrimtabError(
-                f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
-                f"{routers.experts} experts, {routers.chosen} for a token"
-            )
+        if prefix.routed_experts is not None:
+            require_known_experts(prefix.routed_experts, routers, name)
 
 
 def _distinct_prefixes(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:

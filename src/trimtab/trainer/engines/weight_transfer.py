@@ -151,6 +151,18 @@ def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
         raise
 
 
+def with_first_names(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
+    """Yields each weight with the name under which the same tensor came first: its own, unless it is tied."""
+    known: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], str]] = {}
+    for name, weight in weights:
+        key = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+        # Equal addresses mean equal weights only while the first tensor is alive: otherwise it was a temporary (a
+        # merged adapter) whose memory was reused. Tensors without elements share an address.
+        if not weight.numel() or key not in known or known[key][0]() is None:
+            known[key] = weakref.ref(weight), name
+        yield name, weight, known[key][1]
+
+
 def require_all_loaded(missing: Iterable[Iterable[str]], engine: str) -> None:
     """Raises `TrimtabError` if a worker of vLLM kept a parameter; `missing` are their names for each worker."""
     if names := sorted({name for worker in missing for name in worker}):
@@ -167,21 +179,13 @@ def _temporary_file() -> int:
 
 def _write(descriptor: int, weights: Iterable[tuple[str, Any]]) -> list[Entry]:
     entries: list[Entry] = []
-    stored: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int]] = {}
+    starts: dict[str, int] = {}
     end = 0
-    for name, given in weights:
-        tensor: Tensor = given.detach()
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        # Equal addresses mean equal weights only while the first tensor is alive: otherwise it was a temporary (a
-        # merged adapter) whose memory was reused.
-        earlier = stored.get(key)
-        if earlier is not None and earlier[0]() is not None:
-            start = earlier[1]
-        else:
-            start = -(-end // ALIGN) * ALIGN
-            end = start + _write_tensor(descriptor, tensor, start)
-            stored[key] = (weakref.ref(given), start)
-        entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start])
+    for name, tensor, first in with_first_names(weights):
+        if first == name:
+            starts[name] = -(-end // ALIGN) * ALIGN
+            end = starts[name] + _write_tensor(descriptor, tensor.detach(), starts[name])
+        entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), starts[first]])
     os.truncate(descriptor, max(end, 1))  # an empty file cannot be mapped
     return entries
 

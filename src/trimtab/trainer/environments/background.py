@@ -12,6 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from trimtab.errors import error_text
+
 
 class EnvironmentFailed(Exception):
     """An environment raised where it must not, or did not return in time; its episode is dropped."""
@@ -101,7 +103,7 @@ class BackgroundCall:
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:  # sys.exit() of a tool must not end the trainer
-            raise EnvironmentFailed(f"raised {describe(self._error)}")
+            raise EnvironmentFailed(f"raised {error_text(self._error)}")
         return self._value
 
     def _release_slot(self) -> None:
@@ -208,12 +210,3 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, whose call has it as well
             loop.run_forever()
-
-
-def describe(error: BaseException) -> str:
-    """Returns the type and the text of an exception."""
-    try:
-        text = str(error)
-    except Exception:  # of a class with a faulty __str__
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.errors import TrimtabWarning
-from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, describe
+from trimtab.errors import TrimtabWarning, error_text
+from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread
 from trimtab.trainer.environments.environment import call_tool, row_for, text_of
 from trimtab.trainer.environments.formats import Call
 from trimtab.trainer.sandbox.function_worker import checked
@@ -94,7 +94,7 @@ class Episode:
         except EnvironmentFailed as error:
             failure = str(error)
         except Exception as error:
-            failure = f"raised {describe(error)}"
+            failure = f"raised {error_text(error)}"
         self.failure = f"{method} {failure}"
         return None
 
@@ -112,7 +112,7 @@ def warn_of_failed_close(call: BackgroundCall) -> None:
     try:
         call.value()
     except Exception as error:
-        reason = error if isinstance(error, EnvironmentFailed) else f"raised {describe(error)}"
+        reason = error if isinstance(error, EnvironmentFailed) else f"raised {error_text(error)}"
         warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
 
 

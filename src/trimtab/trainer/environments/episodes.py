@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trimtab.errors import TrimtabError
-from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, describe
+from trimtab.errors import TrimtabError, error_text
+from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
 from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
 from trimtab.trainer.environments.formats import Call, Format, ToolError
 from trimtab.trainer.environments.result_encoder import ResultEncoder, escape_surrogates
@@ -244,7 +244,7 @@ class Episodes:
         except ToolError as error:
             return error
         except Exception as error:
-            episode.failure = f"parse() of the format raised {describe(error)}"
+            episode.failure = f"parse() of the format raised {error_text(error)}"
             return None
 
     def _last_turn(self, completion: Completion) -> str:
@@ -277,7 +277,7 @@ class Episodes:
 
     def _error(self, episode: Episode, error: Exception) -> TurnResult:
         episode.tool_errors += 1
-        text = f"{error if isinstance(error, ToolError) else describe(error)}"
+        text = f"{error if isinstance(error, ToolError) else error_text(error)}"
         episode.tool_error = episode.tool_error or text
         return self._observation(episode, f"Error: {text}")
 
@@ -289,7 +289,7 @@ class Episodes:
         except TrimtabError:
             raise
         except Exception as error:
-            episode.failure = f"render() of the format raised {describe(error)}"
+            episode.failure = f"render() of the format raised {error_text(error)}"
             return TurnResult.end("stop")
         if len(ids) == 0:
             raise TrimtabError("the format renders a result as no token: let render() add something to an empty result")

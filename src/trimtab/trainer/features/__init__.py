@@ -1,6 +1,6 @@
 """Optional parts of training; `build_features` lists them.
 
-Each method has a file, and `measurements` holds those that only read.
+Each method has a file, and `measurements` holds those that only add metrics and checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trimtab.trainer.features.measurements import (
 )
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.features.proximal_policy import Snapshots
-from trimtab.trainer.features.routing_replay import RoutingReplay
+from trimtab.trainer.features.routing_replay import RoutingReplay, require_mixture
 from trimtab.trainer.features.sampler_data import SamplingMask, TopLogprobs
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary
@@ -62,7 +62,7 @@ def build_features(
         yield Snapshots(config, model)
     yield PolicyKL(config, ranks)
     if config.routing.replay != "none":
-        yield RoutingReplay.build(config, model)
+        yield RoutingReplay(config.routing.replay, require_mixture(config, model))
     if config.has_engine_threads:
         yield LagMetrics()
     if canary is not None:

@@ -34,7 +34,6 @@ class Calibration(Feature):
     @torch.no_grad()
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         """Raises `TrimtabError` if the first batch is too small."""
-        self._kept = {}
         if self.bounds is not None:
             return
         # With one update per batch the proximal policy is the current one, which is not updated yet.
@@ -65,7 +64,8 @@ class Calibration(Feature):
         self.bounds = dict(bounds)
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        return {**{f"calibrate/{name}": bound for name, bound in (self.bounds or {}).items()}, **self._kept}
+        kept, self._kept = self._kept, {}  # not cleared earlier: full memory repeats `before_updates` of a step
+        return {**{f"calibrate/{name}": bound for name, bound in (self.bounds or {}).items()}, **kept}
 
     def state(self) -> Mapping[str, Any]:
         return {} if self.bounds is None else {"bounds": self.bounds}

@@ -167,7 +167,7 @@ class Feature:
         return {}
 
     def state(self) -> Mapping[str, Any]:
-        """Returns JSON values for `meta.json` of a checkpoint, by their keys there."""
+        """Returns JSON values for a checkpoint, which has them under the name of this class."""
         return {}
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -178,4 +178,4 @@ class Feature:
         """Restores `tensors()` from all sections of a checkpoint, which are gone later: copies them."""
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
-        """Restores `state()` from the whole of `meta.json`."""
+        """Restores `state()`."""

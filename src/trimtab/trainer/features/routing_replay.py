@@ -13,7 +13,14 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
 from trimtab.trainer.models.logprobs import TokenScores
-from trimtab.trainer.models.routing import UNROUTED, RouterInfo, Routes, router_info, routing_agreement
+from trimtab.trainer.models.routing import (
+    UNROUTED,
+    RouterInfo,
+    Routes,
+    require_known_experts,
+    router_info,
+    routing_agreement,
+)
 from trimtab.trainer.packing import MicroBatch, MiniBatch
 from trimtab.types import ExpertArray, Trajectory
 
@@ -31,17 +38,6 @@ class RoutingReplay(Feature):
     def __init__(self, replay: str, experts: RouterInfo) -> None:
         self.replay, self.experts = replay, experts
         self._counts: list[torch.Tensor] = []  # of the micro-batches, on their device: nothing waits for it
-
-    @classmethod
-    def build(cls, config: Config, model: Any) -> RoutingReplay:
-        """Raises `TrimtabError` for a model that is dense, or a mixture of experts of an unknown architecture."""
-        info = router_info(model)
-        if info.layers == 0:
-            raise TrimtabError(
-                f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is '
-                "a dense model: leave [routing] out"
-            )
-        return cls(config.routing.replay, info)
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         if self.replay == "proximal":
@@ -91,12 +87,25 @@ class RoutingReplay(Feature):
         return {"routing/agreement": agreed / compared} if compared else {}
 
 
+def require_mixture(config: Config, model: Any) -> RouterInfo:
+    """Returns the sizes of a model's mixtures.
+
+    Raises `TrimtabError` for a model that is dense, or a mixture of experts of an unknown architecture.
+    """
+    info = router_info(model)
+    if info.layers == 0:
+        raise TrimtabError(
+            f'routing.replay = "{config.routing.replay}" needs a mixture of experts, and {config.model.path!r} is '
+            "a dense model: leave [routing] out"
+        )
+    return info
+
+
 def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
     """Returns the routed experts of one response, validated against this model.
 
     Raises:
-        TrimtabError: there are none, their shape is wrong, or an index is no expert of this model. The message names
-            the response.
+        TrimtabError: there are none, not one for each token, or not of this model. The message names the response.
     """
     completion, name = trajectory.completion, f"a response to problem {trajectory.prompt.problem.id!r}"
     routes = completion.routed_experts
@@ -105,14 +114,10 @@ def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
             f"{name} comes without the experts of its tokens, which routing.replay needs: use an engine that records "
             "them"
         )
-    expected = (len(trajectory.prompt.ids) + len(completion.response_ids) - 1, routers.layers, routers.chosen)
-    if routes.shape != expected:
-        raise TrimtabError(
-            f"{name}: experts are recorded in the shape {routes.shape}, its tokens in this model need {expected}"
-        )
-    if routes.size and (routes.min() < 0 or routes.max() >= routers.experts):
-        wrong = routes.min() if routes.min() < 0 else routes.max()
-        raise TrimtabError(f"{name}: expert {wrong} is recorded, this model has {routers.experts}")
+    tokens = len(trajectory.prompt.ids) + len(completion.response_ids) - 1
+    if len(routes) != tokens:
+        raise TrimtabError(f"{name} records experts of {len(routes)} tokens, {tokens} were run")
+    require_known_experts(routes, routers, name)
     return routes
 
 

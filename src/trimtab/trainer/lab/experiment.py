@@ -12,7 +12,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives.lookup import split_name
 from trimtab.trainer.config import Config, load_config, parse_override, split_overrides
 from trimtab.trainer.lab.regimes import LEARNING_RATE, RECIPE, UPDATES, Regime
-from trimtab.trainer.run import check
+from trimtab.trainer.run import build_parts
 
 METHODS = (
     "grpo",
@@ -153,7 +153,7 @@ def plan_experiment(
         reasons = []
         for regime in regimes:
             try:
-                check(_config(method, regime, 0, out, model, sets)).close()
+                build_parts(_config(method, regime, 0, out, model, sets)).close()
                 pairs.append((method, regime))
             except TrimtabError as error:
                 reasons.append(SkippedRun(method, regime, str(error)))
@@ -175,8 +175,7 @@ def _name(method: Method, regime: Regime, seed: int) -> str:
 def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | None, sets: Sequence[str]) -> Config:
     recipe = _recipe_of(model)
     changes = [
-        # Set twice: setting the recipe's objective to the same name would keep the recipe's keywords for it.
-        "objective.name=another",
+        'unset=["objective"]',  # the keywords of the recipe's objective, if it has the same name
         f"objective.name={method.objective}",
         "threads=1",
         "log.trajectories_every=0",

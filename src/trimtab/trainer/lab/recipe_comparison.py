@@ -9,7 +9,7 @@ from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.lab.experiment import ExperimentPlan, Method, PlannedRun
 from trimtab.trainer.lab.regimes import Regime
 from trimtab.trainer.lab.runner import ExperimentObserver, run_experiment
-from trimtab.trainer.run import check
+from trimtab.trainer.run import build_parts
 
 
 def run_recipe_comparison(
@@ -27,7 +27,7 @@ def run_recipe_comparison(
         raise TrimtabError(f"{out} is not empty: continue it with --resume, or choose another --out")
     plan = plan_from_recipe(config, out)
     for run in plan.runs:
-        check(run.config).close()
+        build_parts(run.config).close()
     assert config.compare is not None
     results = run_experiment(plan, workers=config.compare.workers, observer=observer, keep=True)
     for name, result in results.items():

@@ -162,13 +162,6 @@ def _start_process() -> WorkerProcess:
     return WorkerProcess("trimtab.trainer.lab.worker", show_output=True)
 
 
-def cost(config: Config) -> float:
-    """Returns the cost of a run relative to other runs of its experiment."""
-    trainer = config.trainer
-    # Measured with the laboratory model: an update on a response takes twice as long as sampling it.
-    return trainer.steps * trainer.prompts * trainer.samples * (1 + 2 * trainer.epochs)
-
-
 def read_result(config: Config) -> RunSummary | None:
     """Reads the summary of a finished run; None if it is not finished or failed, so that it is trained again.
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models.architecture import decoder_stack
 from trimtab.trainer.models.families import MIXTURES, Gates
+from trimtab.types import ExpertArray
 
 UNROUTED = -1
 """Expert index of a token without a recorded choice in a layer: its router decides. Fills all entries or none."""
@@ -45,6 +46,19 @@ class _MixtureLayer(NamedTuple):
 def router_info(model: Any) -> RouterInfo:
     """Returns the sizes of a model's mixtures. Raises `TrimtabError` for one that is not in `MIXTURES`."""
     return _info(_mixture_layers(model))
+
+
+def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -> None:
+    """Raises `TrimtabError` if recorded experts (tokens, layers, chosen) do not exist in a model.
+
+    name: what has the record, for the message.
+    """
+    foreign = routes.size and (routes.min() < 0 or routes.max() >= routers.experts)
+    if foreign or routes.shape[1:] != (routers.layers, routers.chosen):
+        raise TrimtabError(
+            f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
+            f"{routers.experts} experts, {routers.chosen} for a token"
+        )
 
 
 def _info(mixtures: list[_MixtureLayer]) -> RouterInfo:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.errors import EngineDeadError
-from trimtab.trainer.engines.weight_transfer import share
+from trimtab.trainer.engines.weight_transfer import share, with_first_names
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
@@ -122,8 +122,8 @@ class AsyncSource:
         update = self._state.update
         if update is None or update.version == updates:
             return {}, meta, files
-        first: dict[int, str] = {}  # tied weights are saved under their first name only
-        untied = {name: weight for name, weight in update.weights if first.setdefault(weight.data_ptr(), name) == name}
+        # Tied weights are saved under their first name only.
+        untied = {name: weight for name, weight, first in with_first_names(update.weights) if first == name}
         return {"engine": untied}, meta, files
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:

@@ -168,11 +168,10 @@ class EngineThread:
     def _generate(self, request: GroupRange) -> GeneratedGroups:
         """Generates the responses; after an abort continues them, under newer weights if there are any."""
         stats = RolloutStats()
-        start, decoded, prefilled = time.perf_counter(), self.engine.decoded_tokens, self.engine.prefilled_tokens
+        start = time.perf_counter()
         sampler = _InterruptedSampler(self, request, stats)
         prompts, completions = self.state.collector.responses.respond(request, sampler, stats)
         stats.seconds_generating = time.perf_counter() - start
-        stats.decoded, stats.prefilled = self.engine.decoded_tokens - decoded, self.engine.prefilled_tokens - prefilled
         return GeneratedGroups(request, prompts, completions, stats)
 
     def weights_after_abort(self, request: GroupRange) -> bool:
@@ -238,12 +237,17 @@ class _InterruptedSampler:
         prefixes: Sequence[Sequence[Completion]] | None = None,
         turns: TurnHandler | None = None,
     ) -> list[list[Completion]]:
+        engine, stats = self.thread.engine, self.stats
         while True:
-            completions = self.thread.engine.generate(
+            decoded, prefilled = engine.decoded_tokens, engine.prefilled_tokens
+            completions = engine.generate(
                 prompts, samples, sampling, seed=seed, prefixes=prefixes, turns=turns, abort=self.thread.interrupt
             )
+            # Of this call alone: the canary samples with the same engine after new weights.
+            stats.decoded += engine.decoded_tokens - decoded
+            stats.prefilled += engine.prefilled_tokens - prefilled
             unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
             if not unfinished or not self.thread.weights_after_abort(self.request):
                 return completions
-            self.stats.interrupted += unfinished
+            stats.interrupted += unfinished
             prefixes = completions

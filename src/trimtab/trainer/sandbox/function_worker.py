@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, error_text
 from trimtab.trainer.processes import signal_name
 from trimtab.types import MAX_REWARD
 
@@ -51,9 +51,8 @@ def checked(value: Any) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the type and the first line of an exception, short enough for a log."""
-    lines = str(error).strip().splitlines()
-    return f"raised {type(error).__name__}{': ' + lines[0][:200] if lines else ''}"
+    """Returns the type and the text of an exception in one line, short enough for a log."""
+    return f"raised {' '.join(error_text(error).split())[:250]}"
 
 
 class Worker:

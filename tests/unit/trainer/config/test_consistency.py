@@ -18,7 +18,7 @@ from trimtab.trainer.config import consistency, load_config, recipe_names, recip
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.requirements import check_recipe, check_task
 from trimtab.trainer.rewards import Response
-from trimtab.trainer.run import check
+from trimtab.trainer.run import build_parts
 from trimtab.types import Problem
 
 SERVER = "engine.type=server engine.server.urls=['http://a:1']"
@@ -52,6 +52,7 @@ REFUSED = {
         ("model.compile=true objective.name=token-alp", "model.compile and [perturbation], which works inside"),
         ("model.compile=true model.path=laboratory-moe routing.replay=proximal", "model.compile and routing.replay"),
         (f"model.compile=true {INVARIANT}", 'model.compile and numerics = "invariant"'),
+        (f"model.compile=true {VLLM}", "model.compile and engine.vllm.eager with engine.workers = 0"),
     ],
     "proximal": [
         (
@@ -286,7 +287,7 @@ def refusals(module: ModuleType) -> list[str]:
 def refusal(overrides: str) -> str:
     """The message with which a recipe is refused, before its model, which does not exist, would be loaded."""
     with pytest.raises(TrimtabError) as raised:
-        check(load_config("laboratory", [*overrides.split(), "model.path=/absent"]))
+        build_parts(load_config("laboratory", [*overrides.split(), "model.path=/absent"]))
     return str(raised.value)
 
 
@@ -301,7 +302,7 @@ def test_a_contradiction_is_refused_in_one_line(
     assert message.startswith("laboratory: ") == (group not in ("objective", "advantage", "task"))
     monkeypatch.setattr(recipes, "refuse", lambda _: None)
     with pytest.raises(TrimtabError, match=re.escape(words)):
-        check(load_config("laboratory", overrides.split()))
+        build_parts(load_config("laboratory", overrides.split()))
 
 
 def test_refusals_are_few_and_have_examples() -> None:
@@ -315,7 +316,7 @@ def test_refusals_are_few_and_have_examples() -> None:
 @pytest.mark.parametrize(("overrides", "words"), UNUSED, ids=[overrides for overrides, _ in UNUSED])
 def test_a_key_without_effect_is_a_warning(overrides: str, words: str) -> None:
     with pytest.warns(TrimtabWarning, match=re.escape(words)) as found:
-        check(load_config("laboratory", overrides.split())).close()
+        build_parts(load_config("laboratory", overrides.split())).close()
     assert len(found) == 1
 
 
@@ -334,7 +335,7 @@ def test_every_key_that_may_have_no_effect_has_an_example() -> None:
 
 @pytest.mark.parametrize("overrides", ACCEPTED)
 def test_recipes_near_a_rule_are_accepted(overrides: str) -> None:
-    check(load_config("laboratory", overrides.split())).close()
+    build_parts(load_config("laboratory", overrides.split())).close()
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -351,6 +352,15 @@ def test_sharding_is_for_several_ranks() -> None:
         check_recipe(load_config("laboratory", ["sharding.offload=true", RAY]), objective, 2)
 
 
+def test_only_the_leader_keeps_the_processes_of_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append(rank))
+    for rank in (0, 1):
+        monkeypatch.setattr(run, "current_ranks", lambda rank=rank: RankGroup(rank=rank, size=2))
+        build_parts(load_config("laboratory"))
+    assert closed == [1]
+
+
 def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append("scorer"))
@@ -363,7 +373,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     monkeypatch.setattr(environments, "build", build_and_record)
     asked = "environment.name=python sampling.max_tokens=32"
     with pytest.raises(TrimtabError, match="exceed the 12 held-out"):
-        check(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
+        build_parts(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
     assert closed == ["scorer", "environment"]
 
     def fail(*_: object) -> None:
@@ -371,7 +381,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(run, "eval_tasks", fail)
     with pytest.raises(TrimtabError, match="no process"):
-        check(load_config("laboratory", asked.split()))
+        build_parts(load_config("laboratory", asked.split()))
     assert closed == ["scorer", "environment"] * 2
 
 
@@ -386,12 +396,12 @@ def test_a_reward_with_the_name_of_a_metric_is_refused() -> None:
         return 0.0
 
     with pytest.raises(TrimtabError, match=NAME_TAKEN):
-        check(load_config("laboratory"), reward=mean)
+        build_parts(load_config("laboratory"), reward=mean)
 
 
 def test_the_length_limit_of_rewards_is_that_of_the_run() -> None:
     """Half of DAPO's penalty in the middle of the last `cache` tokens."""
-    parts = check(load_config("laboratory", ["sampling.max_tokens=40", 'reward=[{name="overlong", cache=20}]']))
+    parts = build_parts(load_config("laboratory", ["sampling.max_tokens=40", 'reward=[{name="overlong", cache=20}]']))
     with parts.scorer as scorer:
         assert scorer.score([(Problem("p", "", ""), Response("", "stop", 30))])[0].total == -0.5
 

@@ -24,7 +24,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature, ForwardPass, StepRecord
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
-from trimtab.trainer.features.routing_replay import RoutingReplay
+from trimtab.trainer.features.routing_replay import RoutingReplay, require_mixture
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
@@ -77,12 +77,12 @@ def test_prompts_are_padded_left_responses_right_and_a_prompt_is_its_first_sampl
     ("routes", "line"),
     [
         (None, "comes without the experts of its tokens"),
-        ([0, 1], r"recorded in the shape \(2, 1, 1\), its tokens in this model need \(3, 1, 1\)"),
-        ([0, 1, 2, 3], r"recorded in the shape \(4, 1, 1\)"),
-        (np.zeros((3, 2, 1), dtype=np.int16), r"recorded in the shape \(3, 2, 1\)"),
-        (np.zeros((3, 1, 2), dtype=np.int16), r"recorded in the shape \(3, 1, 2\)"),
-        ([0, 4, 1], "expert 4 is recorded, this model has 4"),
-        ([0, UNROUTED, 1], "expert -1 is recorded"),
+        ([0, 1], "records experts of 2 tokens, 3 were run"),
+        ([0, 1, 2, 3], "records experts of 4 tokens, 3 were run"),
+        (np.zeros((3, 2, 1), dtype=np.int16), "it has 1 mixture layers of 4 experts, 1 for a token"),
+        (np.zeros((3, 1, 2), dtype=np.int16), "records experts that this model does not have"),
+        ([0, 4, 1], "records experts that this model does not have"),
+        ([0, UNROUTED, 1], "records experts that this model does not have"),
     ],
 )
 def test_a_wrong_record_is_an_error_that_names_its_response(routes: Any, line: str) -> None:
@@ -121,7 +121,7 @@ def test_a_dense_model_is_refused(replay: str) -> None:
         for one in build_features(load_config("laboratory"), dense, objective("grpo"), None, current_ranks(), print)
     )
     mixture, _ = laboratory.build(0, laboratory.MIXTURE)
-    assert RoutingReplay.build(config, mixture).experts == RouterInfo(2, 8, 2)
+    assert require_mixture(config, mixture) == RouterInfo(2, 8, 2)
 
 
 def learner(replay: str, *sets: str) -> Learner:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.lab.recipe_comparison import plan_from_recipe
-from trimtab.trainer.run import check
+from trimtab.trainer.run import build_parts
 
 
 def configs(recipe: str, *objectives: str, overrides: tuple[str, ...] = ()) -> dict[str, Config]:
@@ -14,7 +14,7 @@ def configs(recipe: str, *objectives: str, overrides: tuple[str, ...] = ()) -> d
     config = load_config(recipe, ["base=laboratory", *overrides, *compare])
     made = {run.method.objective: run.config for run in plan_from_recipe(config, Path("out")).runs}
     for one in made.values():
-        check(one).close()
+        build_parts(one).close()
     assert all(one.seed == 3 and one.compare is None for one in made.values())
     return made
 

@@ -42,7 +42,7 @@ def test_every_method_has_as_many_settings_as_any_other_and_the_published_one_is
 def test_the_other_bound_is_a_keyword_of_its_method_with_another_value(name: str) -> None:
     """A recipe refuses unknown keywords, and keywords without effect."""
     published, other = (
-        load_config("laboratory", ["objective.name=another", f"objective.name={name}", *parse_method(spec).overrides])
+        load_config("laboratory", ['unset=["objective"]', f"objective.name={name}", *parse_method(spec).overrides])
         for spec in (name, f"{name}:{tuning.OTHER_BOUND[name]}")
     )
     from trimtab.objectives.lookup import from_section

@@ -37,10 +37,17 @@ def test_the_same_reward_twice_keeps_two_names():
         assert dict(scorer.score([ITEM])[0].parts) == {"format": 1.0, "format-2": 0.0}
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+
 def moody(completion, problem):  # noqa: ARG001
     word = completion.strip()
     if word == "raise":
         raise RuntimeError("out of patience")
+    if word == "mute":
+        raise Mute
     if word == "hang":
         time.sleep(100)
     if word == "leave":
@@ -50,21 +57,22 @@ def moody(completion, problem):  # noqa: ARG001
 
 @pytest.mark.e2e
 def test_failures_are_per_sample_and_name_reward_and_problem():
-    words = ["fine", "raise", "hang", "leave", "nan", "fine"]
+    words = ["fine", "raise", "mute", "hang", "leave", "nan", "fine"]
     items = [(ITEM[0], Response(f" {word}", "stop", 4)) for word in words]
     with rewards.build([("exact", 1.0, 5.0, {}), (moody, 1.0, 1.0, {})], SUM) as scorer:
         scores = scorer.score(items)
         assert scorer.score([ITEM])[0].total == 1.5
-    assert [score.total for score in scores] == [0.5, None, None, None, None, 0.5]
+    assert [score.total for score in scores] == [0.5, None, None, None, None, None, 0.5]
     assert [score.error for score in scores] == [
         None,
         "problem '23+45': reward 'moody' raised RuntimeError: out of patience",
+        "problem '23+45': reward 'moody' raised Mute",
         "problem '23+45': reward 'moody' took longer than 1 s",
         "problem '23+45': reward 'moody' ended its process (exit code 1)",
         "problem '23+45': reward 'moody' returned nan, not a finite number",
         None,
     ]
-    assert all(dict(score.parts) == {"exact": 0.0} for score in scores[1:5])
+    assert all(dict(score.parts) == {"exact": 0.0} for score in scores[1:6])
 
 
 def test_a_user_function_by_name_is_found_beside_the_user(tmp_path, monkeypatch):

@@ -242,6 +242,18 @@ def versions(groups: Sequence[Group]) -> list[list[int]]:
     return [trajectory.completion.policy_version.tolist() for group in groups for trajectory in group]
 
 
+class Counting(Scripted):
+    """Decodes ten tokens in a call, and one after new weights, as for a check of them."""
+
+    def generate(self, *args: Any, **keywords: Any) -> Any:
+        self.decoded_tokens += 10
+        return super().generate(*args, **keywords)
+
+    def update_weights(self, *args: Any, **keywords: Any) -> None:
+        self.decoded_tokens += 1
+        super().update_weights(*args, **keywords)
+
+
 def test_continue_goes_on_under_the_new_weights(desk: Open) -> None:
     began = threading.Event()
 
@@ -252,12 +264,13 @@ def test_continue_goes_on_under_the_new_weights(desk: Open) -> None:
             return 3
         return LENGTH
 
-    one = desk(Scripted(act), in_flight="continue")
+    one = desk(Counting(act), in_flight="continue")
     one.feed.take(0, 2)
     assert began.wait(30)
     one.publish(1)
     groups, stats = one.feed.take(1, 1)
     assert versions(groups) == [[0, 0, 0, 1]] * 8
+    assert stats.decoded == 20
     assert stats.interrupted == 8
     assert {t.completion.finish_reason for group in groups for t in group} == {"stop"}
 

@@ -14,7 +14,7 @@ from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
 from trimtab.trainer.environments.swap_environment import SwapEnvironment
 from trimtab.trainer.evaluation import Settings, TaskSpec, compare
 from trimtab.trainer.rollout.episode_responses import environment_spec, refuse_unused_rewards
-from trimtab.trainer.run import RunParts, check
+from trimtab.trainer.run import RunParts, build_parts
 from trimtab.types import Problem, RewardSpec
 
 
@@ -69,21 +69,21 @@ def test_a_class_names_the_environment_of_a_recipe_without_one() -> None:
 
 def test_rewards_that_the_environment_would_replace_are_refused() -> None:
     with pytest.raises(TrimtabError, match=r"'SwapEnvironment' has get_reward\(\).* so reward= would never be called"):
-        check(recipe(), mine, environment=SwapEnvironment)
+        build_parts(recipe(), mine, environment=SwapEnvironment)
     explicit = recipe('reward=[{name="format", pattern="x"}]')
     with pytest.raises(
         TrimtabError, match=r"'swap' has get_reward\(\).* so \[\[reward\]\] would never be called: leave"
     ):
-        check(explicit)
+        build_parts(explicit)
     with pytest.raises(TrimtabError, match=r"\[\[reward\]\] would never be called"):
-        check(explicit, environment=SwapEnvironment)
+        build_parts(explicit, environment=SwapEnvironment)
 
 
 def test_rewards_that_nobody_gave_or_that_are_used_are_not() -> None:
-    assert names_of(check(recipe())) == ["exact"], "the task's own, which the environment replaces"
-    assert names_of(check(recipe('reward=[{name="format", pattern="x"}]', "reward=[]"))) == ["exact"]
-    assert names_of(check(recipe(), mine, environment=Unscored)) == ["mine"]
-    assert names_of(check(recipe('reward=[{name="format", pattern="x"}]'), environment=Unscored)) == ["format"]
+    assert names_of(build_parts(recipe())) == ["exact"], "the task's own, which the environment replaces"
+    assert names_of(build_parts(recipe('reward=[{name="format", pattern="x"}]', "reward=[]"))) == ["exact"]
+    assert names_of(build_parts(recipe(), mine, environment=Unscored)) == ["mine"]
+    assert names_of(build_parts(recipe('reward=[{name="format", pattern="x"}]'), environment=Unscored)) == ["format"]
 
 
 def test_an_evaluation_refuses_them_too() -> None:

@@ -8,6 +8,7 @@ the model's routing tape holds, in the order of the forward passes, to tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,12 +18,42 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from trimtab.trainer.engines.decoding_rows import DecodingRow, PrefillPlan
+from trimtab.trainer.engines.decoding_rows import DecodingRow
 from trimtab.trainer.models.routing import RoutingTape
-from trimtab.types import ExpertArray
+from trimtab.types import ExpertArray, Prompt
 
 # Tokens of prompts that are run through the model together. More cost memory without being faster.
 PREFILL_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillPlan:
+    """What a batch runs through the model before sampling: distinct pairs of a prompt and a response prefix ("starts").
+
+    `prompt` (starts,) holds the index of the prompt of each start, `row` (rows,) the index of the start of each row.
+    Rows of one prompt are adjacent. A prefix may be empty.
+    """
+
+    prompts: list[Tensor]
+    prefixes: list[Tensor]
+    prompt: Tensor
+    row: Tensor
+
+
+def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:
+    """Returns the distinct pairs of prompt and prefix among rows before their first step.
+
+    Rows of one prompt must be adjacent.
+    """
+    used = {p: i for i, p in enumerate(dict.fromkeys(row.prompt for row in rows))}
+    starts: dict[tuple[int, tuple[int, ...]], int] = {}
+    start_of_row = [starts.setdefault((used[row.prompt], tuple(row.ids)), len(starts)) for row in rows]
+    return PrefillPlan(
+        prompts=[torch.as_tensor(prompts[p].ids, dtype=torch.int64, device=device) for p in used],
+        prefixes=[torch.tensor(ids, dtype=torch.int64, device=device) for _, ids in starts],
+        prompt=torch.tensor([prompt for prompt, _ in starts], device=device),
+        row=torch.tensor(start_of_row, device=device),
+    )
 
 
 class Decoder(Protocol):

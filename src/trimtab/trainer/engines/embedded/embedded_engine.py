@@ -18,14 +18,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.trainer.engines.decoding_rows import (
-    DecodingRow,
-    append_sampled,
-    build_rows,
-    grouped_completions,
-    plan_prefill,
-)
-from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder
+from trimtab.trainer.engines.decoding_rows import DecodingRow, build_rows, grouped_completions
+from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder, plan_prefill
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
 from trimtab.trainer.engines.embedded.sampling import SampledTokens, sample_tokens, uniform_draws
 from trimtab.trainer.engines.embedded.shared_prompt_decoder import LlamaBlocks, SharedPromptDecoder, supports
@@ -261,7 +255,7 @@ class DecodingLoop:
         while True:
             sampled = self._sample(logits)
             decoded = [i for i, row in enumerate(self.rows) if row.active]
-            append_sampled(self.rows, decoded, sampled)
+            self._append(sampled, decoded)
             self._detect_ends([self.rows[i] for i in decoded])
             if self.exchange is not None:
                 self.exchange.join(self.sampling.max_tokens, idle=not any(row.active for row in self.rows))
@@ -270,6 +264,14 @@ class DecodingLoop:
             if self.abort is not None and self.abort.is_set():
                 return
             logits = self._step(self._remove_finished(sampled.ids))
+
+    def _append(self, sampled: SampledTokens, live: list[int]) -> None:
+        """Appends the sampled tokens to the rows of the indices `live`."""
+        ids, logp, entropy = sampled.to_lists()
+        top = None if sampled.top is None else tuple(part.cpu().numpy() for part in sampled.top)
+        for i in live:
+            best = None if top is None else (top[0][i], top[1][i])
+            self.rows[i].append(ids[i], logp[i], entropy[i], None if sampled.kept is None else sampled.kept[i], best)
 
     def _sample(self, logits: Tensor) -> SampledTokens:
         last = self.sampling.max_tokens - 1

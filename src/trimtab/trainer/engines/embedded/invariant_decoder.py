@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.trainer.engines.decoding_rows import PrefillPlan
-from trimtab.trainer.engines.embedded.decoder import PromptGrid, prefill_blocks
+from trimtab.trainer.engines.embedded.decoder import PrefillPlan, PromptGrid, prefill_blocks
 from trimtab.trainer.engines.embedded.sampling import SampledTokens
 from trimtab.trainer.models.architecture import model_parts
 from trimtab.trainer.models.fused_head import head_logits, log_probs, pack_head

@@ -24,8 +24,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from trimtab.errors import TrimtabWarning
-from trimtab.trainer.engines.decoding_rows import PrefillPlan
-from trimtab.trainer.engines.embedded.decoder import ExpertRecorder, PromptGrid, prefill_blocks
+from trimtab.trainer.engines.embedded.decoder import ExpertRecorder, PrefillPlan, PromptGrid, prefill_blocks
 from trimtab.trainer.models.families import FAMILIES, Family
 from trimtab.trainer.models.matmul import FastLinear, inference_linear, on_accelerator, packed_weight, product_dtype
 

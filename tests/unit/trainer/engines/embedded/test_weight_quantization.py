@@ -14,7 +14,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices, quantize
 from trimtab.trainer.models.load import load
-from trimtab.trainer.run import check
+from trimtab.trainer.run import build_parts
 from trimtab.types import SamplingParams
 
 FORCED = SamplingParams(max_tokens=12, ignore_stop=True)
@@ -153,4 +153,4 @@ def test_noise_repeats_with_its_version_and_has_the_size_asked_for() -> None:
 def test_only_the_embedded_engine_rounds() -> None:
     for word in ("engine.quantize=int8", "engine.noise=0.1"):
         with pytest.raises(TrimtabError, match=r"need engine\.type = \"embedded\"; 'vllm' has other options"):
-            check(load_config("laboratory", [word, "engine.type=vllm"]))
+            build_parts(load_config("laboratory", [word, "engine.type=vllm"]))
