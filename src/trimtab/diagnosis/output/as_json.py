@@ -1,4 +1,4 @@
-"""Converts a diagnosis to one JSON object with stable keys; docs/diagnose.md explains each."""
+"""Converts a diagnosis to one JSON object with stable keys; docs/reference-diagnose.md explains each."""
 
 from __future__ import annotations
 
