@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from trimtab.cli import starting
-from trimtab.cli.commands import COMMANDS, CommandFacts
+from trimtab.cli.commands import COMMANDS
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
 from trimtab.runs.layout import CONFIG
@@ -57,7 +57,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         with starting.guarded():  # looking for packages may import some
-            require_extra(COMMANDS.get(str(ctx.info_name), CommandFacts()).extra, ctx.command_path)
+            require_extra(COMMANDS[ctx.info_name].extra, ctx.command_path)
         return super().invoke(ctx)
 
 

@@ -63,7 +63,7 @@ def _page(run: Run) -> Page:
     episodes = episode_section(run)
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
     starts = [
-        Card("Start" if index == 0 else "Resumed", [Table((), _start(part))]) for index, part in enumerate(run.origins)
+        Card("Start" if index == 0 else "Resumed", [Table((), _start(part))]) for index, part in enumerate(run.starts)
     ]
     description = run.config.get("description", "")
     return Page(
@@ -136,7 +136,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "lr": optim.get("lr"),
         "seed": config.get("seed"),
         "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
-        "started": run.origins[0].get("started") if run.origins else None,
+        "started": run.starts[0].get("started") if run.starts else None,
     }
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 

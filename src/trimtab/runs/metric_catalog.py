@@ -99,6 +99,7 @@ def sections() -> tuple[Section, ...]:
     )
 
 
+@cache
 def metric(key: str) -> Metric | None:
     """Returns the row that documents `key`, an exact match before a pattern; None without any."""
     rows = [row for part in sections() for row in part.metrics]

@@ -307,8 +307,8 @@ def test_a_short_run_is_one_part_and_parts_have_five_steps() -> None:
     ],
 )
 def test_how_a_run_ended(outcome: str | None, steps: int, error: str | None, text: str, note: str) -> None:
-    origins = [{"outcome": "finished"}, {"outcome": outcome, "error": error}]
-    result = health(replace(run(steps=steps, planned=80), origins=origins))
+    starts = [{"outcome": "finished"}, {"outcome": outcome, "error": error}]
+    result = health(replace(run(steps=steps, planned=80), starts=starts))
     assert result.text.endswith(text)
     assert (result.state == "not healthy") == (outcome == "failed")
     assert result.note.endswith(note)
