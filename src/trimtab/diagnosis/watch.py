@@ -14,13 +14,12 @@ import numpy as np
 from trimtab.diagnosis.figures import format_count, format_number
 from trimtab.diagnosis.measure.size import SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.output.as_json import plain
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.reading.file_formats import ALARM_FILE, find_files
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.runs.atomic import write_text
 from trimtab.runs.metric_catalog import metric
-from trimtab.text import number
+from trimtab.text import json_value, number
 
 UPPER, LOWER = ("k3", "ratio_q99"), ("ess_token", "ess_seq", "pearson", "ratio_q01")
 """Figures of a step that a bound may be set for, by the side on which they are unhealthy."""
@@ -168,7 +167,7 @@ class Watch:
                 if report.crossed:
                     self._crossed.add(key)
                     self.alarms = len(self._crossed)
-                    content = plain({"alarms_so_far": self.alarms, "latest": report.as_dict()})
+                    content = json_value({"alarms_so_far": self.alarms, "latest": report.as_dict()})
                     write_text(self.folder / ALARM_FILE, json.dumps(content, indent=2) + "\n")
                 yield report
 

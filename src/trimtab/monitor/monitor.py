@@ -18,8 +18,9 @@ from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, Status, TrimtabWarning
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
-from trimtab.monitor.response_sample import Sample, plain
+from trimtab.monitor.response_sample import Sample
 from trimtab.objectives import Metrics
+from trimtab.text import json_value
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "fail")
 """From the best to the worst; `monitor/verdict` is the index."""
@@ -207,10 +208,9 @@ class Monitor:
         if self._out is not None:
             self._write_sample(self._out, whole=False)
         if self._out is not None and self._rank == 0:
-            names = [alarm.name for alarm in found]
-            metrics = {name: plain(value) for name, value in step.metrics.items()}
+            row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": number, **metrics, "alarms": names}) + "\n")
+                file.write(json.dumps(json_value(row)) + "\n")
 
     def _metrics(self, metrics: Metrics) -> dict[str, float]:
         values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}

@@ -24,6 +24,7 @@ from torch import Tensor
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.text import json_value
 from trimtab.trainer.models.load import default_device, load_plain
 
 if TYPE_CHECKING:
@@ -84,15 +85,11 @@ def rescore(
 def encoded(rows: pa.Table, suffix: str) -> bytes:
     """Returns the rows as a parquet file, or as JSON lines for the suffix .jsonl; NaN is null there."""
     if suffix == ".jsonl":
-        lines = (json.dumps({name: _plain(value) for name, value in row.items()}) + "\n" for row in rows.to_pylist())
+        lines = (json.dumps(json_value(row)) + "\n" for row in rows.to_pylist())
         return "".join(lines).encode()
     buffer = io.BytesIO()
     pq.write_table(rows, buffer, compression="zstd")
     return buffer.getvalue()
-
-
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and value != value else value
 
 
 def _check_ids(table: TokenTable, framework: str) -> None:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trimtab.report.groups import Group, format_value, join_names
+from trimtab.report.groups import Group
 from trimtab.report.health import learned
 from trimtab.runs.provenance import comparable_setting
+from trimtab.text import format_value, join_names
 
 PROBLEMS = "eval.problems"
 _COUNT = re.compile(r"eval/[^/]+/problems")

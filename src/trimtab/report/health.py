@@ -11,7 +11,8 @@ import numpy as np
 
 from trimtab.errors import Finding
 from trimtab.intervals import wilson
-from trimtab.monitor.alarms import clearly_above, lasting_alarms, steps_of
+from trimtab.monitor.alarms import clearly_above, lasting_alarms
+from trimtab.monitor.scalars import steps_of
 from trimtab.report.run_objective import known_objective
 from trimtab.runs.metric_catalog import K3, Metric, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run

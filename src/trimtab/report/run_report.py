@@ -28,7 +28,6 @@ from trimtab.pages.page import (
     findings_table,
 )
 from trimtab.report.episode_section import episode_section, sample_block
-from trimtab.report.groups import format_value
 from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, health
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
@@ -38,7 +37,7 @@ from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples
-from trimtab.text import beside, number, short
+from trimtab.text import beside, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}

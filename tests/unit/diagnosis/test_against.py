@@ -54,10 +54,8 @@ def ids(seed: int) -> list[list[int]]:
 
 def test_intervals_of_paired_responses_are_the_same_in_every_process(tmp_path: Path) -> None:
     behavior, trainer = stream(0, 0.1)
-    files = [
-        str(write(tmp_path / f"{scale}.jsonl", behavior, behavior + scale * (trainer - behavior), completion_ids=ids(0)))
-        for scale in (1.0, 0.98)
-    ]
+    sides = {"one": trainer, "two": behavior + 0.98 * (trainer - behavior)}
+    files = [str(write(tmp_path / f"{name}.jsonl", behavior, of, completion_ids=ids(0))) for name, of in sides.items()]
     code = f"from trimtab.diagnosis.pipeline import compare; print(compare(*([one] for one in {files}))[1].k3)"
     printed = {
         subprocess.run(

@@ -109,14 +109,14 @@ def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Pat
 
 
 def test_a_damaged_file_does_not_hide_why_a_start_failed(tmp_path: Path) -> None:
-    with (
-        RunDirectory.create(tmp_path, CONFIG.dump()) as run,
-        pytest.raises(ZeroDivisionError),
-        provenance.record_start(run, CONFIG.engine.type, "x", datetime.now(UTC), first_step=1, ranks=1),
-    ):
+    with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         run.log({"step": 1})
         (tmp_path / METRICS).write_text("not JSON\n" * 2)
-        raise ZeroDivisionError
+        with (
+            pytest.raises(ZeroDivisionError),
+            provenance.record_start(run, CONFIG.engine.type, "x", datetime.now(UTC), first_step=1, ranks=1),
+        ):
+            raise ZeroDivisionError
 
 
 def test_nothing_of_the_environment_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
