@@ -101,6 +101,32 @@ def short(value: float) -> str:
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
 
 
+def format_number(value: float) -> str:
+    """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
+    return short(value) if math.isfinite(value) else "–"
+
+
+def format_signed(value: float) -> str:
+    """Formats a number with a typographic minus."""
+    return f"−{format_number(-value)}" if value < 0 else format_number(value)
+
+
+def format_percent(share: float) -> str:
+    """Formats a share: 12%, 0.3%; 0% and 100% only for exact values."""
+    if not math.isfinite(share):
+        return "–"
+    hundred = 100 * share
+    if 0 < hundred < 0.1:
+        return "<0.1%"
+    if 99.9 < hundred < 100:
+        return ">99.9%"
+    return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
+
+
+def format_count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
 def beside(value: float, bounds: Iterable[float], form: Callable[[float], str] = short) -> str:
     """Returns `form(value)`, with more digits where these would not show on which side of a bound the value lies."""
     text = form(value)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import figure, format_number, format_percent, with_interval
+from trimtab.diagnosis.figures import figure, with_interval
 from trimtab.diagnosis.measure.size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.intervals import Interval, cluster_intervals
+from trimtab.text import format_number, format_percent
 
 TAIL = 0.01
 """Share of the tokens that make up the tail: those with the largest log-ratios."""

@@ -27,7 +27,8 @@ class Range:
     name: str
     high: float
     text: str
-    low: float | None = None  # where typical values start, if that is not the end of the previous range
+    low: float = -math.inf  # where typical values start, if that is not the end of the previous range
+    below: str = ""  # the meaning of smaller ones
 
 
 @dataclass(frozen=True)

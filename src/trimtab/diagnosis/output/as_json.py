@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from trimtab.diagnosis.against import Comparison, beyond_chance, verdict_lines
-from trimtab.diagnosis.answer import Diagnosis, matches
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import outside
+from trimtab.diagnosis.known_faults import matches
 from trimtab.text import json_value
 
 
@@ -44,12 +45,8 @@ def against_dict(comparison: Comparison) -> dict[str, Any]:
     result = {
         "verdict": verdict_lines(comparison),
         "changes": {
-            name: change._asdict() | {"beyond_chance": beyond_chance(change, equal)}
-            for name, change, equal in (
-                ("k3", comparison.k3, 1.0),
-                ("ratio_mean", comparison.ratio_mean, 1.0),
-                ("tail", comparison.tail, 0.0),
-            )
+            name: (change := getattr(comparison, name))._asdict() | {"beyond_chance": beyond_chance(change, equal)}
+            for name, equal in (("k3", 1.0), ("ratio_mean", 1.0), ("tail", 0.0))
         },
         "tails": list(comparison.tails),
         "paired": {"by": comparison.paired, "count": comparison.pairs},
