@@ -10,7 +10,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.report.health import health
 from trimtab.report.run_report import write_report
-from trimtab.runs.reader import read_run
+from trimtab.runs.reader import Run, read_run
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.config.schema import EnvironmentConfig
 from trimtab.trainer.observer import NullObserver, Observer
@@ -71,7 +71,8 @@ def train(
         )
     if is_follower():
         return result  # only the leader writes the report
-    run_observer.finished(_summary(result.run), write_report(result.run))
+    run = read_run(result.run)
+    run_observer.finished(_summary(run), write_report(run))
     return result
 
 
@@ -112,12 +113,11 @@ def _progress_lines() -> Observer:
     return RunDisplay(progress_bar(PlainTextConsole(stderr=True)))
 
 
-def _summary(run: Path) -> dict[str, float | str]:
+def _summary(run: Run) -> dict[str, float | str]:
     """Returns `eval/<task>/before` and `/after` where measured, `/problems`, their number, and the verdict."""
     summary: dict[str, float | str] = {}
-    data = read_run(run)
-    for task, accuracy in data.accuracy().items():
+    for task, accuracy in run.accuracy().items():
         values = {"before": accuracy.before, "after": accuracy.after}
         summary |= {f"eval/{task}/{moment}": value for moment, value in values.items() if value is not None}
-        summary |= {f"eval/{task}/problems": int(count) for count in data.series(f"eval/{task}/problems")[1][-1:]}
-    return summary | {"verdict": health(data).text}
+        summary |= {f"eval/{task}/problems": int(count) for count in run.series(f"eval/{task}/problems")[1][-1:]}
+    return summary | {"verdict": health(run).text}

@@ -36,7 +36,7 @@ from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import duration
-from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples
+from trimtab.runs.reader import Run, Sample, evenly_spaced, read_samples
 from trimtab.text import beside, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
@@ -45,13 +45,9 @@ TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not
 STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
 
 
-def write_report(path: Path, out: Path | None = None) -> Path:
-    """Writes `report.html` of the run directory `path` (into `out` if given) and returns its path.
-
-    Raises `TrimtabError` when the run's files are missing, empty or damaged.
-    """
-    run = read_run(path)
-    return write_output((out or path) / REPORT, _page(run).html().encode())
+def write_report(run: Run, out: Path | None = None) -> Path:
+    """Writes `report.html` of a run into its directory, or into `out`, and returns its path."""
+    return write_output((out or run.path) / REPORT, _page(run).html().encode())
 
 
 def _page(run: Run) -> Page:
