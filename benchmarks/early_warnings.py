@@ -30,7 +30,8 @@ import pyarrow.parquet as pq
 
 from fair_map import Store, train
 from grid import table
-from trimtab.monitor.alarms import RUN_METRICS, History, Step, alarms
+from trimtab.monitor.alarms import History, Step, alarms
+from trimtab.monitor.scalars import run_metrics
 from trimtab.report.health import health
 from trimtab.runs.reader import Run
 from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
@@ -172,7 +173,7 @@ def caught(leads: Sequence[int | None]) -> list[str]:
 
 def alarm_steps(run: Watched) -> dict[str, list[bool]]:
     """At which steps before the collapse the monitor raises each alarm."""
-    columns = {ours: run.series[key] for key, ours in RUN_METRICS.items() if key in run.series}
+    columns = {ours: run.series[key] for key, ours in run_metrics().items() if key in run.series}
     steps = [Step(i, {ours: float(values[i]) for ours, values in columns.items()}, None) for i in range(run.end)]
     history, raised = History(), []
     for step in steps:

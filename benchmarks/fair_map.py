@@ -35,13 +35,13 @@ import matplotlib.pyplot as plt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.display import show_runs
 from trimtab.errors import TrimtabError
 from trimtab.intervals import seed_interval
 from trimtab.report.experiment_page import MethodScore, legend, markdown, summarize
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary
+from trimtab.trainer.display import show_runs
 from trimtab.trainer.lab import tuning
 from trimtab.trainer.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
 from trimtab.trainer.lab.regimes import regime

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.display import show_runs
 from trimtab.errors import TrimtabError
 from trimtab.runs.atomic import locked
 from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.display import show_runs
 from trimtab.trainer.lab.runner import train_all
 
 PASSES = "pass.json"

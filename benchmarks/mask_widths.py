@@ -19,8 +19,8 @@ import numpy as np
 
 from grid import table
 from trimtab.diagnosis.tokens import k3
-from trimtab.display import show_runs
 from trimtab.runs import trajectories
+from trimtab.trainer.display import show_runs
 from trimtab.trainer.lab.experiment import LONG_RECIPE, plan_experiment
 from trimtab.trainer.lab.regimes import regime
 from trimtab.trainer.lab.runner import train_all

@@ -15,9 +15,7 @@ LINE = re.compile(r"^([A-Z][A-Z0-9_]*) = (-?[\d.e-]+)  # (.*?)(?: \[(.*)\])?$", 
 
 def thresholds() -> list[tuple[str, str, str, str, str]]:
     """File, name, value, meaning and calibration of every threshold."""
-    names = [path.parent.name + ".py" if path.stem == "__init__" else path.name for path in FILES]
-    sources = [path.read_text(encoding="utf-8") for path in FILES]
-    return [(name, *row) for name, source in zip(names, sources, strict=True) for row in LINE.findall(source)]
+    return [(path.name, *row) for path in FILES for row in LINE.findall(path.read_text(encoding="utf-8"))]
 
 
 def markdown() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.diagnosis.answer import known_faults
+from trimtab.diagnosis.known_faults import known_faults
 from trimtab.diagnosis.records import CAUSES, KnownFault
 
 HEAD = """# Known faults

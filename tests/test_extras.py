@@ -130,6 +130,8 @@ def test_every_command_runs_with_the_extra_of_diagnose_or_names_that_of_train(tm
         ["export", run, str(tmp_path / "model")],
         ["eval", run],
         ["compare"],
+        ["preflight", "laboratory"],
+        ["rescore", run, "--model", "laboratory"],
     ]
     done = run_installed(TYPED.format(commands=[*works, *refused]), "diagnose")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -153,7 +153,7 @@ def untimed(text: str) -> Any:
 
 def _clean(value: Any) -> Any:
     if isinstance(value, dict):
-        ignored = ("started", "ended", "provenance", "commit", "origins")
+        ignored = ("started", "ended", "provenance", "commit")
         return {key: _clean(one) for key, one in value.items() if not TIMED.search(key) and key not in ignored}
     return [_clean(one) for one in value] if isinstance(value, list) else value
 

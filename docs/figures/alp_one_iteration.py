@@ -25,7 +25,12 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from trimtab.diagnosis.measure.trained_tokens import FEWEST, PROBABILITY_BINS, PROBABILITY_EDGES, probability_bin
+from trimtab.diagnosis.measure.trained_tokens import (
+    FEWEST_IN_GROUP,
+    PROBABILITY_BINS,
+    PROBABILITY_EDGES,
+    probability_bin,
+)
 from trimtab.diagnosis.tokens import k3
 from trimtab.runs import trajectories
 from trimtab.trainer.config import Config, load_config
@@ -220,7 +225,7 @@ def _band(axes: Axes, outcomes: Sequence[Outcome], color: str, *, filled: bool) 
         np.concatenate([o.ratio for o in outcomes]),
         probability_bin(np.concatenate([o.behavior for o in outcomes])),
     )
-    kept = np.flatnonzero(np.bincount(bins, minlength=PROBABILITY_BINS) >= FEWEST)
+    kept = np.flatnonzero(np.bincount(bins, minlength=PROBABILITY_BINS) >= FEWEST_IN_GROUP)
     probability = np.sqrt(PROBABILITY_EDGES[kept] * PROBABILITY_EDGES[kept + 1])
     low, median, high = np.array([np.quantile(ratio[bins == one], (0.02, 0.5, 0.98)) for one in kept]).T
     style = "-" if filled else "--"

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.display import PlainTextConsole, RunDisplay, progress_bar
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective
 from trimtab.report.health import health
 from trimtab.report.run_report import write_report
-from trimtab.runs.reader import read_run
+from trimtab.runs.reader import Run, read_run
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.config.schema import EnvironmentConfig
+from trimtab.trainer.display import PlainTextConsole, RunDisplay, progress_bar
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.ranks import is_follower
 from trimtab.trainer.run import TrainResult
@@ -73,7 +73,8 @@ def train(
         )
     if is_follower():
         return result  # only the leader writes the report
-    run_observer.finished(_summary(result.run), write_report(result.run))
+    run = read_run(result.run)
+    run_observer.finished(_summary(run), write_report(run))
     return result
 
 
@@ -108,12 +109,11 @@ def _resolve(
     return config.model_copy(update={"environment": section.model_copy(update={"name": name})})
 
 
-def _summary(run: Path) -> dict[str, float | str]:
+def _summary(run: Run) -> dict[str, float | str]:
     """Returns `eval/<task>/before` and `/after` where measured, `/problems`, their number, and the verdict."""
     summary: dict[str, float | str] = {}
-    data = read_run(run)
-    for task, accuracy in data.accuracy().items():
+    for task, accuracy in run.accuracy().items():
         values = {"before": accuracy.before, "after": accuracy.after}
         summary |= {f"eval/{task}/{moment}": value for moment, value in values.items() if value is not None}
-        summary |= {f"eval/{task}/problems": int(count) for count in data.series(f"eval/{task}/problems")[1][-1:]}
-    return summary | {"verdict": health(data).text}
+        summary |= {f"eval/{task}/problems": int(count) for count in run.series(f"eval/{task}/problems")[1][-1:]}
+    return summary | {"verdict": health(run).text}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 # Control characters other than newline and tab, which could rewrite a terminal; those that change the direction of the
@@ -26,7 +27,7 @@ def without_credentials(text: str) -> str:
 
 def markdown_text(text: str) -> str:
     """Returns one line that Markdown shows as it is, also in the cell of a table."""
-    return _one_line(text).translate(_MARKS)
+    return one_line(text).translate(_MARKS)
 
 
 def code_span(text: str, *, in_table: bool = False) -> str:
@@ -34,14 +35,46 @@ def code_span(text: str, *, in_table: bool = False) -> str:
 
     in_table: in the cell of a table, which a | would end, in code too.
     """
-    line = _one_line(text)
+    line = one_line(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     pad = " " if line[:1] in ("`", " ") or line[-1:] in ("`", " ") else ""
     return f"{fence}{pad}{line.replace('|', chr(92) + '|') if in_table else line}{pad}{fence}" if line else ""
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Returns the text with what cannot be printed replaced by spaces."""
     return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
+def json_value(value: Any) -> Any:
+    """Returns what JSON can hold: numbers that are not finite become None, arrays lists, and paths text."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # of numpy, which this module does not import
+        return json_value(value.tolist())
+    return str(value) if isinstance(value, Path) else value
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Returns the names separated by commas; of more than four the first three and the number of the others."""
+    return f"{', '.join(names[:3])} and {len(names) - 3} more" if len(names) > 4 else ", ".join(names)
+
+
+def format_value(value: Any) -> str:
+    """Returns a configured value as text; None stands for an absent key."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return ", ".join(map(format_value, value)) or "none"
+    return one_line(str(value))
 
 
 def number(value: Any) -> str:
@@ -66,6 +99,32 @@ def short(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
+
+
+def format_number(value: float) -> str:
+    """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
+    return short(value) if math.isfinite(value) else "–"
+
+
+def format_signed(value: float) -> str:
+    """Formats a number with a typographic minus."""
+    return f"−{format_number(-value)}" if value < 0 else format_number(value)
+
+
+def format_percent(share: float) -> str:
+    """Formats a share: 12%, 0.3%; 0% and 100% only for exact values."""
+    if not math.isfinite(share):
+        return "–"
+    hundred = 100 * share
+    if 0 < hundred < 0.1:
+        return "<0.1%"
+    if 99.9 < hundred < 100:
+        return ">99.9%"
+    return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
+
+
+def format_count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def beside(value: float, bounds: Iterable[float], form: Callable[[float], str] = short) -> str:

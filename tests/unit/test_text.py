@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from trimtab.text import code_span, markdown_text
+from trimtab.text import code_span, join_names, markdown_text
 
 HOSTILE = (
     *("`", "``", "a```b``c", " `a` ", "a\nb", "a\r\n\r\n# b", "| a \\| b |", "<script>&amp;", "[a](b) ![c](d)"),
@@ -34,3 +34,8 @@ def test_a_cell_stays_a_cell(text: str) -> None:
     assert len(inner) == 4
     assert [token.content for token in inner[2].children or ()] == [one_line(text)]
     assert "".join(token.content for token in inner[3].children or ()) == one_line(text).strip()
+
+
+def test_many_names_are_counted() -> None:
+    assert join_names(["a", "b", "c", "d"]) == "a, b, c, d"
+    assert join_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -100,7 +100,7 @@ def compare(
 
 
 def _train(plan: ExperimentPlan, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
-    from trimtab.display import show_runs
+    from trimtab.trainer.display import show_runs
     from trimtab.trainer.lab.runner import run_experiment
 
     try:

@@ -211,7 +211,7 @@ def _answer(
     from trimtab.diagnosis.pipeline import compare
     from trimtab.diagnosis.pipeline import diagnose as run
     from trimtab.diagnosis.redaction import Redaction
-    from trimtab.display import progress, terminal_width
+    from trimtab.trainer.display import progress, terminal_width
 
     redaction, comparison = Redaction() if redact else None, None
     with progress("starting") as update:

@@ -90,7 +90,7 @@ def evaluate(
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     if trusted:
         allow_code()
-    from trimtab.display import progress
+    from trimtab.trainer.display import progress
     from trimtab.trainer.evaluation import Settings, compare
 
     _check_files(markdown, as_json)
@@ -141,7 +141,7 @@ def _show(results: Results, markdown: str | None, as_json: bool) -> None:
     elif markdown == STANDARD_OUTPUT:
         echo(results.markdown(), nl=False)
     else:
-        from trimtab.display import PlainTextConsole
+        from trimtab.trainer.display import PlainTextConsole
 
         console = PlainTextConsole()
         if not console.is_terminal:

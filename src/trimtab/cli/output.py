@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,11 @@ import typer
 from typer.core import TyperCommand
 
 from trimtab.cli import starting
-from trimtab.cli.commands import COMMANDS, CommandFacts
+from trimtab.cli.commands import COMMANDS
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
 from trimtab.runs.layout import CONFIG
-from trimtab.text import UNPRINTABLE, clean
+from trimtab.text import UNPRINTABLE, clean, json_value
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -57,7 +56,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         with starting.guarded():  # looking for packages may import some
-            require_extra(COMMANDS.get(str(ctx.info_name), CommandFacts()).extra, ctx.command_path)
+            require_extra(COMMANDS[ctx.info_name].extra, ctx.command_path)
         return super().invoke(ctx)
 
 
@@ -83,7 +82,7 @@ class MultiValueCommand(Command):
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a text, which may contain that of others: control characters are escaped.
 
-    All text of the command line goes through here, `print_json` and the consoles of `trimtab.display`.
+    All text of the command line goes through here, `print_json` and the consoles of `trimtab.trainer.display`.
     """
     typer.echo(clean(text), err=err, nl=nl)
 
@@ -108,7 +107,7 @@ def only_json(as_json: bool) -> Iterator[None]:
 
 def print_json(value: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
-    text = json.dumps(_json_value(value), indent=indent, ensure_ascii=False)
+    text = json.dumps(json_value(value), indent=indent, ensure_ascii=False)
     typer.echo(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))  # only strings hold any: an equal value
 
 
@@ -143,13 +142,3 @@ def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path
         return Path(configured)
     path = Path(recipe)
     return Path("runs") / (path.parent.name if path.name == CONFIG and path.parent.name else path.stem)
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value

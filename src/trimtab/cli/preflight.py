@@ -114,8 +114,8 @@ def preflight(
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; all rows begin their text at the same column."""
     from trimtab.diagnosis.output.as_text import folded
-    from trimtab.display import terminal_width
     from trimtab.preflight.checklist import CHECKS
+    from trimtab.trainer.display import terminal_width
 
     return folded([(f"{label:<{len('fail  ') + max(map(len, CHECKS))}}", text)], terminal_width())
 
@@ -127,8 +127,8 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, str], No
     What is done next stands on standard error: in a bar on a terminal, else in lines, without the checks, whose own
     lines follow.
     """
-    from trimtab.display import PlainTextConsole, progress_bar
     from trimtab.preflight.checklist import CHECKS
+    from trimtab.trainer.display import PlainTextConsole, progress_bar
 
     with progress_bar(PlainTextConsole(stderr=True)) as bar:
         task = bar.add_task("loading", total=None)

@@ -39,7 +39,7 @@ def report(
         from trimtab.runs.reader import read_run
 
         run = read_run(runs[0])
-        data = {"report": write_report(runs[0], out), "verdict": as_data(health(run)), "provenance": run.origins}
+        data = {"report": write_report(run, out), "verdict": as_data(health(run)), "provenance": run.starts}
     else:
         from trimtab.report import comparison
 

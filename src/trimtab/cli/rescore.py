@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.diagnose import Columns, Framework, parse_columns
-from trimtab.cli.output import echo
+from trimtab.cli.output import Command, echo
 from trimtab.errors import TrimtabError
 
 SUFFIXES = (".parquet", ".jsonl")
@@ -42,6 +42,7 @@ Temperature = Annotated[
 def register(app: typer.Typer) -> None:
     app.command(
         "rescore",
+        cls=Command,
         epilog="Example: [bold]trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64[/bold].",
     )(rescore)
 
@@ -66,10 +67,10 @@ def rescore(
         raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")
     if any(path.resolve() == out.resolve() for path in dump):
         raise TrimtabError(f"--out {out} is the file that is read: give another name")
-    from trimtab.display import progress
     from trimtab.preflight.rescoring import encoded
     from trimtab.preflight.rescoring import rescore as run
     from trimtab.runs.atomic import write_output
+    from trimtab.trainer.display import progress
 
     with progress("loading") as update:
         rows = run(

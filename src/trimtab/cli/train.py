@@ -43,9 +43,9 @@ def train(
     config = _load(recipe, sets)
     with starting.guarded():
         from trimtab.api import train as train_recipe
-        from trimtab.display import observe
         from trimtab.report.health import as_data, health
         from trimtab.runs.reader import read_run
+        from trimtab.trainer.display import observe
         from trimtab.trainer.ranks import is_follower
 
     run = run_directory(recipe, out, config.out)
@@ -72,10 +72,10 @@ def _load(recipe: str, sets: Sequence[str] | None) -> Config:
 
 
 def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dict[str, Any]:
-    from trimtab.display import closing_lines, show_runs
     from trimtab.errors import TrimtabError
     from trimtab.report.comparison import compare, held_out, write_page
     from trimtab.runs.reader import read_steps
+    from trimtab.trainer.display import closing_lines, show_runs
     from trimtab.trainer.lab.recipe_comparison import run_recipe_comparison
     from trimtab.trainer.ranks import launched_by_torchrun
 
@@ -92,7 +92,7 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:
     """Warm-start a model on the task's own answers (supervised), before reinforcement learning."""
     config = _load(recipe, sets)
-    from trimtab.display import observe
+    from trimtab.trainer.display import observe
 
     run = run_directory(recipe, out, config.out)
     with only_json(as_json), observe(to_stderr=as_json) as observer:

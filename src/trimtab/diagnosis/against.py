@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import figure, format_number, format_percent, with_interval
+from trimtab.diagnosis.figures import figure, with_interval
 from trimtab.diagnosis.measure.size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.intervals import Interval, cluster_intervals
+from trimtab.text import format_number, format_percent
 
 TAIL = 0.01
 """Share of the tokens that make up the tail: those with the largest log-ratios."""
@@ -107,7 +109,9 @@ def _keys(tokens: TrainedTokens, by: str) -> np.ndarray:
     table, ids = tokens.table, tokens.table.ids
     if by == "response" and ids is not None:
         starts = table.starts
-        return np.array([hash(ids[starts[row] : starts[row + 1]].tobytes()) for row in tokens.responses])
+        # Not `hash`, whose salt would order the clusters, and so draw them, in another way in each process.
+        digests = (blake2b(ids[starts[row] : starts[row + 1]].tobytes(), digest_size=8) for row in tokens.responses)
+        return np.frombuffer(b"".join(digest.digest() for digest in digests), np.uint64)
     column = table.prompt if by else table.group
     return np.arange(len(tokens.responses)) if column is None else tokens.per_response(column)
 

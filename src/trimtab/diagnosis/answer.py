@@ -8,27 +8,14 @@ reported in public in known_faults.toml.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
-import numpy as np
-from packaging.specifiers import SpecifierSet
-
-from trimtab.diagnosis.figures import (
-    format_count,
-    format_interval,
-    format_number,
-    format_percent,
-    interval_of,
-    overrides_text,
-    range_text,
-    with_interval,
-)
-from trimtab.diagnosis.reading.layouts import LAYOUTS
+from trimtab.diagnosis.figures import format_interval, interval_of, overrides_text, range_text, with_interval
+from trimtab.diagnosis.hotspots import hotspots
+from trimtab.diagnosis.known_faults import matches
 from trimtab.diagnosis.records import (
     CAUSES,
     MUST_FIX,
@@ -41,12 +28,10 @@ from trimtab.diagnosis.records import (
     MismatchSize,
     PresetOutcome,
     Recommendation,
-    View,
-    read_table,
 )
 from trimtab.errors import Finding
 from trimtab.runs.metric_catalog import K3, judge
-from trimtab.text import short_exponent
+from trimtab.text import format_count, format_number, format_percent
 
 WIDE = 3.0
 """Ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1."""
@@ -67,15 +52,6 @@ PROOF = {
 """What the first line says of each kind of answer."""
 RESCORE = "trimtab rescore FILE --model PATH"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
-ORDERED = ("probability", "entropy", "position", "version")
-"""Views with ordered bins: a hotspot is all bins up to one, or from one on."""
-SINGLE = read_table("texts.toml")["bins"]
-"""What the label of a bin counts, for views of which a hotspot is a single bin."""
-GAP, LIFT, SHARE, FEWEST = 0.15, 2.0, 0.1, 0.002
-"""A hotspot of an ordered view has at least 15 percentage points more of the k3 than of the tokens. One of a single bin
-has at least a tenth of all k3, twice its share of tokens, and 0.2% of the tokens."""
-
-
 Kind = Literal["healthy", "proven", "fits", "differential"]
 
 
@@ -331,109 +307,6 @@ def _where_text(measured: Measured, causes: Sequence[Cause], texts: Mapping[int,
         return text
     concerned = f"{format_count(first.tokens, 'token')} ({format_percent(first.tokens / tokens)} of all)"
     return f"{concerned}; {'without them: ' if left_out else ''}{text}"
-
-
-@dataclass(frozen=True)
-class Hotspot:
-    """A group of tokens with more k3 than its share of tokens; both shares in [0, 1]."""
-
-    what: str
-    tokens: float
-    k3: float
-
-
-def hotspots(measured: Measured, texts: Mapping[int, str]) -> list[Hotspot]:
-    """Returns at most one hotspot per view, by descending excess of k3.
-
-    Entropy is included only without a hotspot of the behavior probability, which is closely related. `texts`: of token
-    ids, where known.
-    """
-    if not measured.size.mismatch.get("k3", math.nan) > 0:
-        return []
-    result = {}
-    for name in (*ORDERED, *SINGLE):
-        if (view := measured.views.get(name)) is None:
-            continue
-        tokens, k3 = shares(view, measured.size)
-        found = _stretch(view, tokens, k3) if name in ORDERED else _bin(view, tokens, k3, texts)
-        if found is not None:
-            what, bins = found
-            result[name] = Hotspot(what, float(tokens[bins].sum()), float(k3[bins].sum()))
-    if "probability" in result:
-        result.pop("entropy", None)
-    return sorted(result.values(), key=lambda hotspot: hotspot.tokens - hotspot.k3)
-
-
-def shares(view: View, size: MismatchSize) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each bin's share of all trained tokens and of all k3, both (bins,). Bins may overlap or omit tokens."""
-    tokens, k3 = size.mismatch["tokens"], size.mismatch["k3"]
-    mass = np.nan_to_num(view.k3 * view.count, nan=0.0, posinf=0.0)
-    return view.count / max(tokens, 1.0), mass / (k3 * tokens) if k3 * tokens > 0 else np.zeros(len(mass))
-
-
-def _stretch(view: View, tokens: np.ndarray, k3: np.ndarray) -> tuple[str, slice] | None:
-    """Returns the first or last bins of an ordered view with the largest excess of k3, or None."""
-    gap = np.cumsum(k3 - tokens)[:-1]
-    if not len(gap) or np.abs(gap).max() < GAP:
-        return None
-    cut = int(np.abs(gap).argmax()) + 1
-    first = bool(gap[cut - 1] > 0)
-    bins = slice(0, cut) if first else slice(cut, None)
-    if view.name == "version":
-        label = view.labels[cut - 1] if first else view.labels[cut].partition("-")[0].removesuffix(" and more")
-        return f"age {label}{' or more' if not first else ' or less' if cut > 1 else ''}", bins
-    if view.name == "position" and view.edges is not None:
-        share = 100 * float(view.edges[cut])
-        return f"the {f'first {share:.0f}' if first else f'last {100 - share:.0f}'}% of the response", bins
-    name = {"probability": "sampler probability"}.get(view.name, view.name)
-    edge = f"{view.edges[cut]:.2g}" if view.edges is not None else view.labels[cut]
-    return f"{name} {'below' if first else 'above'} {short_exponent(edge)}", bins
-
-
-def _bin(view: View, tokens: np.ndarray, k3: np.ndarray, texts: Mapping[int, str]) -> tuple[str, slice] | None:
-    candidates = (tokens >= FEWEST) & (k3 >= SHARE) & (k3 >= LIFT * tokens)
-    if not candidates.any():
-        return None
-    best = int(np.argmax(np.where(candidates, k3 - tokens, -np.inf)))
-    text = texts.get(int(view.columns["id"][best])) if "id" in view.columns else None
-    what = f"{SINGLE[view.name]} {view.labels[best]}"
-    return f"{what} ({text})" if text else what, slice(best, best + 1)
-
-
-@cache
-def known_faults() -> tuple[KnownFault, ...]:
-    """Returns the rows of known_faults.toml, in its order."""
-    lists = ("causes", "trainers")
-    rows = read_table("known_faults.toml")["fault"]
-    return tuple(KnownFault(**row | {name: tuple(row.get(name, ())) for name in lists}) for row in rows)
-
-
-def matches(cause: str, data: DataSummary) -> list[KnownFault]:
-    """Returns the faults that a cause may come from: those of known versions first, then those of the same trainer.
-
-    A fault is left out where the data is of another trainer or engine, or of versions that are not affected. One whose
-    versions are unknown is left out, too, where it is not known whether the data is of its trainer, or its models.
-    """
-    # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
-    trainer = "" if data.framework in ("trimtab", "columns") and data.settings is None else data.framework
-    layout = LAYOUTS.get(data.framework)
-    engine = data.engine or (layout.engine if layout else "")
-    model = Path(data.model).name.lower()
-    found = []
-    for fault in known_faults():
-        of_other_trainer = bool(fault.trainers and trainer) and trainer not in fault.trainers
-        of_other_engine = bool(fault.engine and engine) and engine != fault.engine
-        affected = [
-            SpecifierSet(versions).contains(data.versions[name], prereleases=True) if name in data.versions else None
-            for name, versions in fault.versions.items()
-        ]
-        if cause not in fault.causes or of_other_trainer or of_other_engine or False in affected:
-            continue
-        is_certain = bool(affected) and None not in affected
-        is_known = trainer in fault.trainers if fault.trainers else bool(trainer or engine)
-        if is_certain or (is_known and re.search(fault.family, model)):
-            found.append(replace(fault, certain=is_certain))
-    return sorted(found, key=lambda row: (not row.certain, data.framework not in row.trainers, row.trainers != ()))
 
 
 def _shown(cause: str, data: DataSummary, faults: Mapping[str, str], severity: str) -> tuple[KnownFault, ...]:

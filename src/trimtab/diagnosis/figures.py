@@ -9,36 +9,10 @@ from typing import Any
 from trimtab.diagnosis.records import MismatchSize, read_table
 from trimtab.intervals import Interval
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_ranges
-from trimtab.text import beside, number, short, short_exponent
+from trimtab.text import beside, format_number, number, short_exponent
 
 FIGURES: Mapping[str, tuple[str, str]] = {key: tuple(text) for key, text in read_table("texts.toml")["figures"].items()}
 """Name and meaning of each figure, in reading order."""
-
-
-def format_number(value: float) -> str:
-    """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
-    return short(value) if math.isfinite(value) else "–"
-
-
-def format_signed(value: float) -> str:
-    """Formats a number with a typographic minus."""
-    return f"−{format_number(-value)}" if value < 0 else format_number(value)
-
-
-def format_percent(share: float) -> str:
-    """Formats a share: 12%, 0.3%; 0% and 100% only for exact values."""
-    if not math.isfinite(share):
-        return "–"
-    hundred = 100 * share
-    if 0 < hundred < 0.1:
-        return "<0.1%"
-    if 99.9 < hundred < 100:
-        return ">99.9%"
-    return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
-
-
-def format_count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def format_interval(interval: Interval | None, form: Callable[[float], str] = format_number) -> str:
@@ -85,6 +59,4 @@ def range_text(size: MismatchSize) -> str:
     if size.verdict == "rounding":
         return "no more than the rounding of the stored log-probs causes"
     k3_range = k3_ranges()[size.verdict]
-    if k3_range.low is not None and size.mismatch["k3"] < k3_range.low:
-        return k3_range.text.replace("within what", "less than")
-    return k3_range.text
+    return k3_range.below if size.mismatch["k3"] < k3_range.low else k3_range.text

@@ -55,7 +55,6 @@ def diagnose(
     """
     on_progress = on_progress or (lambda _activity, _tokens: None)
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    _ = stated.settings  # raises for what a user mistyped, which `redaction` need not hide
     with nullcontext() if redaction is None else redaction.errors_kept_back():
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
         measured, files = examine(
@@ -109,7 +108,6 @@ def examine(
     stated: Stated = NOTHING_STATED,
 ) -> tuple[Measured, Sequence[Path]]:
     """Reads and measures files, and returns them; a second time without the placeholders that the first one found."""
-    settings = stated.settings
 
     def once(left_out: tuple[Placeholder, ...] = ()) -> tuple[Measured, Sequence[Path]]:
         counts = ReadCounts(prompts={} if prompts is None else prompts, quotes=redaction is None)
@@ -122,7 +120,7 @@ def examine(
         origin = measured.origin
         origin = replace(
             origin,
-            settings=settings or origin.settings,
+            settings=stated.settings or origin.settings,
             assumes_current=origin.assumes_current and stated.lag is None,
         )
         measured = replace(measured, origin=origin)

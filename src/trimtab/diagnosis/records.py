@@ -59,6 +59,7 @@ class Settings:
 
 
 SIXTEEN_BITS = {"bf16": "bfloat16", "fp16": "float16"}
+DTYPES = (*SIXTEEN_BITS.values(), "float32")
 COARSE = ("fp8", "int8", "fp4", "nvfp4", "mxfp4", "int4", "awq", "gptq", "fp8-cache")
 
 
@@ -74,18 +75,20 @@ class Stated:
     lag: int | None = None
     tested: Mapping[str, bool] = field(default_factory=dict)
 
-    @property
-    def settings(self) -> Settings | None:
-        """The settings that `sampler` determines. Raises `TrimtabError` for an unknown name or a negative lag."""
+    def __post_init__(self) -> None:
+        """Raises `TrimtabError` for an unknown name or a negative lag."""
         if self.lag is not None and self.lag < 0:
             raise TrimtabError(f"--lag {self.lag} is negative: give the number of updates the sampler is behind")
+        if self.sampler not in ("", *SIXTEEN_BITS, *DTYPES, *COARSE):
+            raise TrimtabError(f"--sampler {self.sampler} is unknown: one of {', '.join((*DTYPES, *COARSE))}")
+
+    @property
+    def settings(self) -> Settings | None:
+        """The settings that `sampler` determines."""
         if not self.sampler:
             return None
-        dtypes = (*SIXTEEN_BITS.values(), "float32")
         name = SIXTEEN_BITS.get(self.sampler, self.sampler)
-        if name not in (*dtypes, *COARSE):
-            raise TrimtabError(f"--sampler {self.sampler} is unknown: one of {', '.join((*dtypes, *COARSE))}")
-        coarse = () if name in dtypes else (f"the sampler is {name}",)
+        coarse = () if name in DTYPES else (f"the sampler is {name}",)
         return Settings(name, "not stated", "none", coarse, "you say:")
 
 
@@ -214,6 +217,23 @@ class View:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class RescoredSides:
+    """Which side is wrong according to the ids scored again from the same checkpoint (`trimtab rescore`).
+
+    side: sampler, trainer, both or neither. sampler, trainer: k3 between each and the column scored again; mismatch:
+    between the two; nats per token. is_other_model: whether both are nearer to one another than to that column, as
+    where the checkpoint is not that of these responses. tokens: number of trained tokens.
+    """
+
+    side: str
+    sampler: Interval
+    trainer: Interval
+    mismatch: Interval
+    is_other_model: bool
+    tokens: int
+
+
 @dataclass(frozen=True, eq=False)
 class Measured:
     """The measurements of one pass over all data.
@@ -222,7 +242,7 @@ class Measured:
     them since nothing else is there. removed: number of tokens left out. k3_before: k3 with them.
     scatter: counts (bins, bins) of sampler probability (columns) against trainer probability (rows).
     sample: at most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for
-    analyses that need all tokens at once.
+    analyses that need all tokens at once. rescored: the side that is wrong, None without ids scored again.
     """
 
     origin: DataSummary
@@ -231,6 +251,7 @@ class Measured:
     split: DriftSplit
     scatter: np.ndarray
     sample: TokenTable
+    rescored: RescoredSides | None = None
     placeholders: tuple[Placeholder, ...] = ()
     cleaned: bool = False
     removed: int = 0
@@ -326,12 +347,13 @@ def read_table(name: str) -> dict[str, Any]:
     return tomllib.loads((importlib.resources.files("trimtab.diagnosis") / name).read_text(encoding="utf-8"))
 
 
-_FINDINGS = read_table("findings.toml")
+FINDINGS = read_table("findings.toml")
+"""Rows by key."""
 
 
 def finding(key: str, **values: object) -> Finding:
     """Returns a row of findings.toml with its values filled in."""
-    row = _FINDINGS[key]
+    row = FINDINGS[key]
     return Finding(row.get("status", "note"), row["name"], row["detail"].format(**values), row.get("next_step", ""))
 
 

@@ -52,7 +52,8 @@ class Redaction:
         """Returns the measurements with ids marked as hashes, and with known words only in the run's settings."""
         views, origin = dict(measured.views), replace(measured.origin, model="")
         if (view := views.get("token")) is not None:
-            labels = tuple(f"hash {int(label):05x}" if label.isdigit() else label for label in view.labels)
+            pairs = zip(view.columns["id"].tolist(), view.labels, strict=True)
+            labels = tuple(f"hash {id_:05x}" if id_ >= 0 else label for id_, label in pairs)
             views["token"] = replace(view, labels=labels, columns={**view.columns, "id": np.full(len(labels), -1)})
         if (settings := origin.settings) is not None and settings.is_recorded:
             pairs = None if settings.coarse is None else [pair.partition(" = ") for pair in settings.coarse]

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.diagnosis.figures import format_count, format_number
 from trimtab.diagnosis.measure.size import SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.output.as_json import plain
 from trimtab.diagnosis.reading import open_log
+from trimtab.diagnosis.reading.counts import UNFINISHED
 from trimtab.diagnosis.reading.file_formats import ALARM_FILE, find_files
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.runs.atomic import write_text
 from trimtab.runs.metric_catalog import metric
-from trimtab.text import number
+from trimtab.text import format_count, format_number, json_value, number
 
 UPPER, LOWER = ("k3", "ratio_q99"), ("ess_token", "ess_seq", "pearson", "ratio_q01")
 """Figures of a step that a bound may be set for, by the side on which they are unhealthy."""
@@ -168,7 +167,7 @@ class Watch:
                 if report.crossed:
                     self._crossed.add(key)
                     self.alarms = len(self._crossed)
-                    content = plain({"alarms_so_far": self.alarms, "latest": report.as_dict()})
+                    content = json_value({"alarms_so_far": self.alarms, "latest": report.as_dict()})
                     write_text(self.folder / ALARM_FILE, json.dumps(content, indent=2) + "\n")
                 yield report
 
@@ -191,7 +190,7 @@ class Watch:
             stepped = replace(table, step=np.full(table.responses, step)) if has_no_step else table
             sums.add(TrainedTokens.of(stepped, responses))
             responses += table.responses
-        if log.counts.dropped["unfinished last line"] and not is_last_try:
+        if log.counts.dropped[UNFINISHED] and not is_last_try:
             return None
         origin = log.summary()
         left_out = [f"{count} x {why}" for why, count in (*origin.dropped.items(), *origin.nonfinite.items())]

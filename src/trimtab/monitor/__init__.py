@@ -5,8 +5,8 @@
 `trimtab diagnose`. `scalars` judges what another trainer logged: `scalar_files` reads it, `curves` finds what is known
 by scalars.csv, `contradictions` what excludes another; `log_alarms` does so while a trainer of transformers runs.
 
-Another alarm is a function and a row of `RULES` in `alarms`. A metric that it reads has its names in `RUN_METRICS`,
-`scalars.METRICS` and scalars.csv. The verdict of a report repeats it if `report.health.ALARMS` names it.
+Another alarm is a function and a row of `RULES` in `alarms`. A metric that it reads has its names in `scalars.METRICS`
+and scalars.csv. The verdict of a report repeats it if `report.health.ALARMS` names it.
 """
 
 from trimtab.monitor.alarms import Alarm

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -110,26 +110,6 @@ class Rule(NamedTuple):
     judge: Judge
     metric: str
     steps: int
-
-
-RUN_METRICS = {
-    "mismatch/k3": "mismatch/k3",
-    "mismatch/ess_token": "mismatch/ess_token",
-    "lag/mean": "age",
-    "optim/grad_norm": "grad_norm",
-    "length/mean": "response/length",
-    "length/truncated": "response/truncated",
-    "reward/mean": "reward/mean",
-}
-"""Metrics of a run's `metrics.jsonl` by the names that the rules use."""
-
-
-def steps_of(rows: Sequence[Mapping[str, Any]]) -> list[Step]:
-    """Returns rows of a run's metrics in the names of the rules. A number that is missing or null is left out."""
-    return [
-        Step(row["step"], {ours: row[key] for key, ours in RUN_METRICS.items() if row.get(key) is not None}, None)
-        for row in rows
-    ]
 
 
 def alarms(steps: Sequence[Step]) -> list[Alarm]:

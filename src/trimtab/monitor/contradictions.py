@@ -36,7 +36,9 @@ class Inequality(NamedTuple):
 INEQUALITIES = (
     Inequality("k3", "ratio_mean", lambda r: r - 1 - math.log(r), "k3 >= r - 1 - ln r, r the mean ratio"),
     Inequality("abs_difference", "ratio_mean", lambda r: -math.log(r), "mean |d| >= -ln r, r the mean ratio"),
-    Inequality("mult_prob_error", "ratio_mean", lambda r: max(r, 1 / r), "mean exp|d| >= 1 / r, r the mean ratio"),
+    Inequality(
+        "mult_prob_error", "ratio_mean", lambda r: max(r, 1 / r), "mean exp|d| >= max(r, 1 / r), r the mean ratio"
+    ),
     Inequality("mult_prob_error", "k3", lambda k3: 1 + k3, "mean exp|d| >= 1 + k3"),
     Inequality("k3", "k1", lambda k1: math.exp(-k1) - 1 + k1, "k3 >= exp(-k1) - 1 + k1"),
     Inequality("k2", "k1", lambda k1: k1 * k1 / 2, "k2 >= k1^2 / 2"),

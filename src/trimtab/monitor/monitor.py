@@ -18,8 +18,9 @@ from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, Status, TrimtabWarning
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
-from trimtab.monitor.response_sample import Sample, plain
+from trimtab.monitor.response_sample import Sample
 from trimtab.objectives import Metrics
+from trimtab.text import json_value
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "fail")
 """From the best to the worst; `monitor/verdict` is the index."""
@@ -43,8 +44,8 @@ class Monitor:
 
     Memory does not grow with the number of steps. An alarm is raised once, again when it gets worse, and when its
     reason comes back after 20 steps. A monitor that is still open when the process ends closes itself. A second trainer
-    may have the same monitor: a step below the one before begins a new run, with alarms and a sample of its own, in a
-    folder beside `out` (`logs_2`).
+    may have the same monitor: a step below the one before begins a new run, with alarms and a sample of its own. Where
+    `out` has the files of an earlier run or process, they stay, and a folder beside it is written (`logs_2`).
     """
 
     def __init__(
@@ -66,16 +67,10 @@ class Monitor:
         self._every = every
         self._on_alarm = on_alarm or warn
         self._sample_tokens = sample_tokens
-        self._runs = 0
         self._begin_run()
 
     def _begin_run(self) -> None:
-        self._runs += 1
-        self._out = self._folder
-        if self._folder is not None and self._runs > 1:  # Beside it: `trimtab diagnose` reads all that is in a folder.
-            self._out = self._folder.with_name(f"{self._folder.name}_{self._runs}")
-        if self._out is not None:
-            self._out.mkdir(parents=True, exist_ok=True)
+        self._out = None if self._folder is None else _new_folder(self._folder)
         self._open = False  # Whether `close` has files to write.
         self._sample = Sample(self._sample_tokens, seed=self._rank)
         self._current: tuple[int, Metrics, dict[str, float]] | None = None
@@ -213,16 +208,25 @@ class Monitor:
         if self._out is not None:
             self._write_sample(self._out, whole=False)
         if self._out is not None and self._rank == 0:
-            names = [alarm.name for alarm in found]
-            metrics = {name: plain(value) for name, value in step.metrics.items()}
+            row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": number, **metrics, "alarms": names}) + "\n")
+                file.write(json.dumps(json_value(row)) + "\n")
 
     def _metrics(self, metrics: Metrics) -> dict[str, float]:
         values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
         if self._history.count >= WINDOW:
             values["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
         return values
+
+
+def _new_folder(folder: Path) -> Path:
+    """Returns a folder without files of an earlier run, which stay as they are: this one, or one beside it."""
+    new, number = folder, 1
+    while any(new.glob("metrics.jsonl")) or any(new.glob("sample*.jsonl")):
+        number += 1
+        new = folder.with_name(f"{folder.name}_{number}")  # `trimtab diagnose` reads all that is in a folder
+    new.mkdir(parents=True, exist_ok=True)
+    return new
 
 
 def _column(version: int | Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+
+from trimtab.text import json_value
 
 
 class _Response(NamedTuple):
@@ -61,7 +62,7 @@ class Sample:
         for row in np.flatnonzero(ends):  # A response without a trained token is none.
             record = {name: column[row, : ends[row]] for name, column in tokens.items()}
             record |= {name: column[row] for name, column in rows.items()}
-            line = json.dumps({name: plain(value) for name, value in record.items()}) + "\n"
+            line = json.dumps(json_value(record)) + "\n"
             count = int(trained[row].sum())
             self._kept.append(_Response(int(record["step"]), float(drawn[chosen[row]]), count, line))
             self._tokens += count
@@ -111,12 +112,3 @@ def _lines(responses: Iterable[_Response]) -> list[str]:
 def _by_response(value: Any, chosen: np.ndarray) -> np.ndarray:
     values = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     return np.broadcast_to(values, len(chosen)) if values.ndim == 0 else values[chosen]
-
-
-def plain(value: Any) -> Any:
-    """Returns a number or an array for JSON, which has no NaN and no infinity: null."""
-    if isinstance(value, np.ndarray):
-        numbers = value.astype(np.float64) if value.dtype.kind == "f" else value
-        return [None if isinstance(one, float) and not math.isfinite(one) else one for one in numbers.tolist()]
-    value = value.item() if isinstance(value, np.generic) else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,6 +20,7 @@ from trimtab.monitor.curves import K3, Curve, Row, best_mismatch, curves_of, kno
 from trimtab.text import short
 
 METRICS = {
+    "k3": "mismatch/k3",
     "ess_token": "mismatch/ess_token",
     "grad_norm": "grad_norm",
     "length": "response/length",
@@ -27,7 +28,7 @@ METRICS = {
     "age": "age",
     "reward": "reward/mean",
 }
-"""Names of other quantities in the rules of the monitor."""
+"""Names of quantities in the rules of the monitor."""
 LIMITS = (
     "Scalars are means over the tokens of a step: they show when a mismatch grew, not in which tokens and not why. "
     "`trimtab diagnose` names the cause from the log-probs of a few thousand tokens."
@@ -110,6 +111,20 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
 def metric_names(curves: Iterable[Curve]) -> dict[str, str]:
     """Returns the names of the monitor's rules by logged name."""
     return {one.logged_as: METRICS[one.scalar.quantity] for one in curves if one.scalar.quantity in METRICS}
+
+
+def run_metrics() -> dict[str, str]:
+    """Returns the names of the monitor's rules by those of the metrics of a run of this package."""
+    table = (scalar for scalar in known_scalars() if scalar.framework == "trimtab")
+    return {scalar.name: METRICS[scalar.quantity] for scalar in table if scalar.quantity in METRICS}
+
+
+def steps_of(rows: Iterable[Mapping[str, Any]]) -> list[Step]:
+    """Returns rows of a run's metrics in the names of the rules. A number that is missing or null is left out."""
+    names = run_metrics().items()
+    return [
+        Step(row["step"], {ours: row[key] for key, ours in names if row.get(key) is not None}, None) for row in rows
+    ]
 
 
 def step_of(row: Row, mismatch: Curve | None, names: Mapping[str, str]) -> Step | None:

@@ -221,11 +221,6 @@ def digits(axis: Axis, count: int) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_exponent(f"{value:.{count}g}")))
 
 
-def percent(axis: Axis) -> None:
-    """Label an axis of shares in percent."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
-
-
 def step_axis(axes: Axes) -> None:
     """Label the x-axis with whole steps."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))

@@ -156,9 +156,9 @@ def _refuse(part: object) -> None:
     raise TypeError(f"a page has no part of type {type(part).__name__}: add it to `Part` and to page.html.j2")
 
 
-def charts(shown: Sequence[Chart], absent: Sequence[str], why: str = "Not shown") -> list[Part]:
+def charts(shown: Sequence[Chart], absent: Sequence[str]) -> list[Part]:
     """Returns figures in a grid and a note that names those which the data does not allow."""
-    return [*([Charts(shown)] if shown else []), *([Note(f"{why}: {'; '.join(absent)}.")] if absent else [])]
+    return [*([Charts(shown)] if shown else []), *([Note(f"Not shown: {'; '.join(absent)}.")] if absent else [])]
 
 
 STATUS_TONES = {"fail": "warn", "note": "plain", "ok": "good"}

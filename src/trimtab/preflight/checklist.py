@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trimtab.diagnosis.causes import NOISES, find_causes
 from trimtab.diagnosis.causes.detector import judge_mean
+from trimtab.diagnosis.causes.search import NOISES, find_causes
 from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable, excess, k3

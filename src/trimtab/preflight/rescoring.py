@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
+from trimtab.text import json_value
 from trimtab.trainer.models.load import default_device, load_plain
 
 if TYPE_CHECKING:
@@ -85,18 +85,11 @@ def rescore(
 def encoded(rows: pa.Table, suffix: str) -> bytes:
     """Returns the rows as a parquet file, or as JSON lines for the suffix .jsonl; what is not finite is null there."""
     if suffix == ".jsonl":
-        return "".join(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows.to_pylist()).encode()
+        lines = (json.dumps(json_value(row)) + "\n" for row in rows.to_pylist())
+        return "".join(lines).encode()
     buffer = io.BytesIO()
     pq.write_table(rows, buffer, compression="zstd")
     return buffer.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_ids(table: TokenTable, framework: str) -> None:

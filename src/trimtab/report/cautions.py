@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trimtab.report.groups import Group, format_value, join_names
+from trimtab.report.groups import Group
 from trimtab.report.health import learned
 from trimtab.runs.provenance import comparable_setting
+from trimtab.text import format_value, join_names
 
 PROBLEMS = "eval.problems"
 _COUNT = re.compile(r"eval/[^/]+/problems")
@@ -31,7 +32,7 @@ def cautions(groups: Sequence[Group]) -> list[str]:
         sentences.append(f"{measure} differ: accuracies and rewards are of different things, and none is called best.")
     if sizes := _differing(groups, _SIZES):
         sentences.append(f"{sizes} differ: a step is not the same amount of data, or last values are of other steps.")
-    if len({comparable_setting(part) for group in groups for run in group.runs for part in run.origins}) > 1:
+    if len({comparable_setting(part) for group in groups for run in group.runs for part in run.starts}) > 1:
         sentences.append(
             "The runs were made with different versions, commits or hardware (provenance.json): equal seeds need not "
             "give equal results."

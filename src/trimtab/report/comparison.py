@@ -16,7 +16,7 @@ from trimtab.pages.charts import AVERAGED_FROM
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.cautions import cautions, same_measure
 from trimtab.report.comparison_figures import BANDS_UP_TO, draw_panels, legend_of, swatch
-from trimtab.report.groups import Group, format_value, group_runs, join_names, plain
+from trimtab.report.groups import Group, group_runs
 from trimtab.report.run_objective import equation_of
 from trimtab.report.summary_columns import (
     PROCESS_COLUMNS,
@@ -29,6 +29,7 @@ from trimtab.report.summary_columns import (
 )
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import REPORT
+from trimtab.text import format_value, join_names, one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +133,7 @@ def _page(comparison: Comparison, folder: Path) -> Page:
     return Page(
         kind="Trimtab comparison",
         title=" against ".join(names) if len(names) <= 4 else f"{len(names)} groups of runs",
-        description=[text] if (text := plain(_shared(groups, "description") or "")) else [],
+        description=[text] if (text := one_line(_shared(groups, "description") or "")) else [],
         facts=_facts(groups),
         sections=[
             Section(
@@ -223,7 +224,7 @@ def _run_table(comparison: Comparison, folder: Path) -> Fold:
             report = run.path / REPORT
             # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
             link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
-            name = Cell(plain(run.path.name), link=link)
+            name = Cell(one_line(run.path.name), link=link)
             cells = [format_in(item.column, item.values[index][place]) for item in comparison.results]
             rows.append([group.name, name, format_value(run.config.get("seed")), *cells])
     heads = ("group", "run", "seed", *(item.column.title for item in comparison.results))

@@ -30,9 +30,10 @@ from trimtab.pages.charts import (
     trailing,
 )
 from trimtab.pages.page import Chart, Note
-from trimtab.report.groups import Group, join_names
+from trimtab.report.groups import Group
 from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import Run
+from trimtab.text import join_names
 
 BANDS_UP_TO = 8  # groups; more would hide each other
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}

@@ -14,6 +14,7 @@ from trimtab.files import natural_key
 from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.reader import Run, read_run
+from trimtab.text import format_value, one_line
 from trimtab.trainer.config import parse_config
 
 # Keys that may differ within a group.
@@ -89,29 +90,6 @@ def recipe_of(run: Run, notes: list[str]) -> dict[str, Any]:
     return flatten({key: value for key, value in config.items() if key not in IGNORED_KEYS})
 
 
-def plain(text: str) -> str:
-    """Returns the text with unprintable characters replaced: folder names must not control a page or a terminal."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Returns the names separated by commas; of more than four the first three and the number of the others."""
-    return f"{', '.join(names[:3])} and {len(names) - 3} more" if len(names) > 4 else ", ".join(names)
-
-
-def format_value(value: Any) -> str:
-    """Returns a configured value as text; None stands for an absent key."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):
-        return ", ".join(map(format_value, value)) or "none"
-    return plain(str(value))
-
-
 def _has_step(path: Path) -> bool:
     file = path / METRICS
     if not (path / CONFIG).is_file():
@@ -127,7 +105,7 @@ def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]
         path = runs[0].path.resolve()
         # `soup` for soup/seed0 and for soup-seed0.
         folder = path.parent.name if _SEED.fullmatch(path.name) else _SEED.sub("", path.name) or path.name
-        name = objective if objectives.count(objective) == 1 else f"{objective} ({plain(folder)})"
+        name = objective if objectives.count(objective) == 1 else f"{objective} ({one_line(folder)})"
         candidates = (name if count == 1 else f"{name} #{count}" for count in itertools.count(1))
         names.append(next(label for label in candidates if label not in names))
     return names

@@ -11,9 +11,10 @@ import numpy as np
 
 from trimtab.errors import Finding
 from trimtab.intervals import wilson
-from trimtab.monitor.alarms import clearly_above, lasting_alarms, steps_of
+from trimtab.monitor.alarms import clearly_above, lasting_alarms
+from trimtab.monitor.scalars import steps_of
 from trimtab.report.run_objective import known_objective
-from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_range, metric
+from trimtab.runs.metric_catalog import K3, Metric, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run
 from trimtab.text import beside, number, short
 
@@ -247,7 +248,7 @@ def as_data(verdict: HealthVerdict) -> dict[str, Any]:
 
 def _end(run: Run) -> Iterator[Finding]:
     """Yields how the last start of the run ended before its last step, or with an error, from provenance.json."""
-    last = run.origins[-1] if run.origins else {}
+    last = run.starts[-1] if run.starts else {}
     planned = run.config.get("trainer", {}).get("steps")
     complete = isinstance(planned, int) and run.last["step"] >= planned
     if last.get("outcome") == "failed":
@@ -372,9 +373,12 @@ def _alarms(run: Run) -> Iterator[Finding]:
 
 def judge_metric(run: Run, key: str) -> JudgedMetric | None:
     """Returns the metric `key` judged; None if it has no range or was not measured."""
-    row, (steps, values) = metric(key), _judged_series(run, key)
+    row = metric(key)
+    if row is None or (row.low is None and row.high is None):
+        return None
+    steps, values = _judged_series(run, row, key)
     states = [judge(key, value) for value in values.tolist()]
-    if row is None or not any(states):
+    if not any(states):
         return None
     low, high = (-math.inf if row.low is None else row.low), (math.inf if row.high is None else row.high)
     outside = np.array([state == "outside" for state in states])
@@ -387,10 +391,9 @@ def judge_metric(run: Run, key: str) -> JudgedMetric | None:
     return JudgedMetric(key, state, int(outside.sum()), len(values), float(np.median(values)), worst)
 
 
-def _judged_series(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+def _judged_series(run: Run, row: Metric, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns steps and values that the range of `key` applies to: the metric, or its share of another metric."""
-    row = metric(key)
-    if row is None or not row.of:
+    if not row.of:
         return run.series(key)
     measured = [(step["step"], step[key], step.get(row.of)) for step in run.rows if step.get(key) is not None]
     pairs = [(step, part / whole) for step, part, whole in measured if whole]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -74,9 +73,8 @@ def _curves(rows: Sequence[Metric], run: Run) -> list[Curve]:
 
 def _matches(row: Metric, run: Run) -> Iterator[Curve]:
     """Yields the curves of a row, in the order of the names that its pattern matches."""
-    pattern = re.compile(re.sub(r"<[a-z]+>", "([^/]+)", row.key))
     # A key with a row of its own, such as reward/mean, is none of `reward/<name>`.
-    found = [match for match in map(pattern.fullmatch, run.keys) if match and metric(match[0]) is row]
+    found = [match for match in map(row.pattern.fullmatch, run.keys) if match and metric(match[0]) is row]
     for match in sorted(found, key=lambda match: natural_key(match[0])):
         steps, values = run.series(match[0])
         if len(steps):

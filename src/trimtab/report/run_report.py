@@ -28,7 +28,6 @@ from trimtab.pages.page import (
     findings_table,
 )
 from trimtab.report.episode_section import episode_section, sample_block
-from trimtab.report.groups import format_value
 from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, health
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
@@ -37,8 +36,8 @@ from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import duration
-from trimtab.runs.reader import Run, Sample, evenly_spaced, read_run, read_samples
-from trimtab.text import beside, number, short
+from trimtab.runs.reader import Run, Sample, evenly_spaced, read_samples
+from trimtab.text import beside, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
@@ -46,13 +45,9 @@ TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not
 STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
 
 
-def write_report(path: Path, out: Path | None = None) -> Path:
-    """Writes `report.html` of the run directory `path` (into `out` if given) and returns its path.
-
-    Raises `TrimtabError` when the run's files are missing, empty or damaged.
-    """
-    run = read_run(path)
-    return write_output((out or path) / REPORT, _page(run).html().encode())
+def write_report(run: Run, out: Path | None = None) -> Path:
+    """Writes `report.html` of a run into its directory, or into `out`, and returns its path."""
+    return write_output((out or run.path) / REPORT, _page(run).html().encode())
 
 
 def _page(run: Run) -> Page:
@@ -63,7 +58,7 @@ def _page(run: Run) -> Page:
     episodes = episode_section(run)
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
     starts = [
-        Card("Start" if index == 0 else "Resumed", [Table((), _start(part))]) for index, part in enumerate(run.origins)
+        Card("Start" if index == 0 else "Resumed", [Table((), _start(part))]) for index, part in enumerate(run.starts)
     ]
     description = run.config.get("description", "")
     return Page(
@@ -136,7 +131,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "lr": optim.get("lr"),
         "seed": config.get("seed"),
         "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
-        "started": run.origins[0].get("started") if run.origins else None,
+        "started": run.starts[0].get("started") if run.starts else None,
     }
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 

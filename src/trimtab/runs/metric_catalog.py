@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
-# Restricted, so that a quantile row does not match other keys with its prefix.
-_PLACEHOLDER_PATTERNS = {"<quantile>": r"q\d\d"}
-
 K3 = "mismatch/k3"
 
 State = Literal["healthy", "outside", ""]
@@ -30,7 +27,8 @@ class Range:
     name: str
     high: float
     text: str
-    low: float | None = None  # where typical values start, if that is not the end of the previous range
+    low: float = -math.inf  # where typical values start, if that is not the end of the previous range
+    below: str = ""  # the meaning of smaller ones
 
 
 @dataclass(frozen=True)
@@ -52,25 +50,14 @@ class Metric:
     log: bool = False  # whether the axis is logarithmic
     bound: str = ""  # key of the recipe whose value is drawn as a level line
 
-    def matches(self, key: str) -> bool:
-        """Whether this row documents `key`.
-
-        In the row's key `<quantile>` matches q01, q50, ...; any other `<name>` matches text without a slash.
-        """
-        return self._pattern.fullmatch(key) is not None
-
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        parts = re.split(r"(<[a-z]+>)", self.key)
-        return re.compile(
-            "".join(
-                _PLACEHOLDER_PATTERNS.get(part, "[^/]+") if part.startswith("<") else re.escape(part) for part in parts
-            )
-        )
+    def pattern(self) -> re.Pattern[str]:
+        """What matches the keys that this row documents, with a group for each `<name>`, which has no slash.
 
-    @property
-    def is_pattern(self) -> bool:
-        return "<" in self.key
+        `<quantile>` matches q01, q50, ... only.
+        """
+        names = {part: r"(q\d\d)" if part == "<quantile>" else "([^/]+)" for part in re.findall("<[a-z]+>", self.key)}
+        return re.compile("".join(names.get(part) or re.escape(part) for part in re.split("(<[a-z]+>)", self.key)))
 
 
 @dataclass(frozen=True)
@@ -99,11 +86,12 @@ def sections() -> tuple[Section, ...]:
     )
 
 
+@cache
 def metric(key: str) -> Metric | None:
     """Returns the row that documents `key`, an exact match before a pattern; None without any."""
     rows = [row for part in sections() for row in part.metrics]
     exact = next((row for row in rows if row.key == key), None)
-    return exact or next((row for row in rows if row.is_pattern and row.matches(key)), None)
+    return exact or next((row for row in rows if row.pattern.fullmatch(key)), None)
 
 
 def judge(key: str, value: Any) -> State:

@@ -49,7 +49,7 @@ def record_start(
     `stopped` (by a signal or the caller) or `failed`, with the message in `error`. A killed process leaves `ended`,
     `outcome` and `last_step` null.
     """
-    earlier = read_origins(run.path)
+    earlier = read_starts(run.path)
     start = {
         "command": command_line,
         "started": started.isoformat(timespec="seconds"),
@@ -69,8 +69,8 @@ def record_start(
         yield
     except BaseException as error:
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        ended = _ending(run, started, first_step, "stopped" if stopped else "failed")
-        with suppress(OSError, TrimtabError):  # on a full disk the original error is more useful
+        with suppress(OSError, TrimtabError):  # on a full disk or with a damaged file the original error is more useful
+            ended = _ending(run, started, first_step, "stopped" if stopped else "failed")
             _write(run, [*earlier, start | ended | {"error": None if stopped else _first_line(error)}])
         raise
     _write(run, [*earlier, start | _ending(run, started, first_step, "finished")])
@@ -161,7 +161,7 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def read_origins(run: Path) -> list[dict[str, Any]]:
+def read_starts(run: Path) -> list[dict[str, Any]]:
     """Returns one mapping for each start of the run, in order; empty if the run has no provenance file.
 
     Raises `TrimtabError` when the file is damaged.

@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import open_parquet, parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
 from trimtab.runs.layout import CONFIG, METRICS
-from trimtab.runs.provenance import read_origins
+from trimtab.runs.provenance import read_starts
 
 T = TypeVar("T")
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
@@ -37,7 +37,7 @@ class Run:
     path: Path
     config: Mapping[str, Any]
     rows: list[dict[str, Any]]
-    origins: Sequence[Mapping[str, Any]] = ()
+    starts: Sequence[Mapping[str, Any]] = ()
 
     @property
     def keys(self) -> list[str]:
@@ -121,7 +121,7 @@ def read_run(path: Path) -> Run:
     """Reads a run directory. An incomplete last line of metrics.jsonl (a running or killed run) is left out."""
     if not path.is_dir():
         raise TrimtabError(f"no run directory {path}: check the path{neighbors(path)}; `trimtab train` prints it")
-    return Run(path, read_config(path), read_steps(path), read_origins(path))
+    return Run(path, read_config(path), read_steps(path), read_starts(path))
 
 
 def read_config(path: Path) -> dict[str, Any]:

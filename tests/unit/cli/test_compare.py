@@ -14,9 +14,9 @@ from rich.progress import Progress
 from trimtab.cli.compare import register
 from trimtab.cli.main import run
 from trimtab.cli.output import MultiValueCommand
-from trimtab.display import PACE_SECONDS, PlainTextConsole, RunsDisplay
 from trimtab.runs.summary import RunSummary
 from trimtab.trainer.config import load_config
+from trimtab.trainer.display import PACE_SECONDS, PlainTextConsole, RunsDisplay
 from trimtab.trainer.lab import runner
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +50,20 @@ def write(path: Path, behavior: np.ndarray, trainer: np.ndarray, **columns: list
 
 def ids(seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(0, 50_000, (RESPONSES, LENGTH)).tolist()
+
+
+def test_intervals_of_paired_responses_are_the_same_in_every_process(tmp_path: Path) -> None:
+    behavior, trainer = stream(0, 0.1)
+    sides = {"one": trainer, "two": behavior + 0.98 * (trainer - behavior)}
+    files = [str(write(tmp_path / f"{name}.jsonl", behavior, of, completion_ids=ids(0))) for name, of in sides.items()]
+    code = f"from trimtab.diagnosis.pipeline import compare; print(compare(*([one] for one in {files}))[1].k3)"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": salt}, capture_output=True, check=True
+        ).stdout
+        for salt in ("1", "2")
+    }
+    assert len(printed) == 1
 
 
 def test_a_planted_factor_is_found_and_one_of_1_is_not(tmp_path: Path) -> None:

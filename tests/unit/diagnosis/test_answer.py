@@ -17,8 +17,10 @@ from packaging.specifiers import SpecifierSet
 from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 import trimtab.diagnosis
-from trimtab.diagnosis.answer import hotspots, known_faults, matches, mean_ratio_text, shares
-from trimtab.diagnosis.figures import format_percent, range_text, with_interval
+from trimtab.diagnosis.answer import mean_ratio_text
+from trimtab.diagnosis.figures import range_text, with_interval
+from trimtab.diagnosis.hotspots import hotspots, shares
+from trimtab.diagnosis.known_faults import known_faults, matches
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.diagnosis.output.as_text import rows, terminal_text
 from trimtab.diagnosis.output.html_page import answers, page
@@ -38,6 +40,7 @@ from trimtab.diagnosis.records import (
     read_table,
 )
 from trimtab.intervals import Interval
+from trimtab.text import format_percent
 
 DOCS = Path(__file__).parents[3] / "docs"
 PACKAGE = Path(trimtab.diagnosis.__file__).parent

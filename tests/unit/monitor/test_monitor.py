@@ -164,7 +164,6 @@ if sys.argv[2] == "killed":
 def test_the_end_of_a_process_leaves_its_rows_and_its_sample(end: str, steps: int, tmp_path: Path) -> None:
     """A killed process loses the step that is not complete; one that ends closes its monitor."""
     root = Path(__file__).parents[3]
-    (tmp_path / "sample.jsonl").write_text("of an earlier process\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root / "src", root)))}
     command = [sys.executable, "-c", TRAINING, str(tmp_path), end]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -220,10 +219,18 @@ def test_a_second_trainer_begins_a_new_run(tmp_path: Path) -> None:
     for folder in (tmp_path / "logs", tmp_path / "logs_2"):
         assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [0, 1, 2, 3]
         assert len((folder / "sample.jsonl").read_text().splitlines()) == 4 * ROWS
-    # A trainer that goes on with the same run, such as one that resumes, goes on with its files.
+    # A trainer that goes on with the same run goes on with its files.
     monitor.observe(**batch(4, drift=0.3))
     monitor.close()
     assert len((tmp_path / "logs_2" / "metrics.jsonl").read_text().splitlines()) == 5
+    # One that resumes in another process has another monitor, which leaves earlier files as they are.
+    earlier = {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
+    resumed = Monitor(tmp_path / "logs")
+    resumed.observe(**batch(5, drift=0.3))
+    resumed.close()
+    assert all(path.read_bytes() == content for path, content in earlier.items())
+    for name, count in (("metrics.jsonl", 1), ("sample.jsonl", ROWS)):
+        assert len((tmp_path / "logs_3" / name).read_text().splitlines()) == count
 
 
 def ranks(rank: int, folder: str) -> None:

@@ -307,8 +307,8 @@ def test_a_short_run_is_one_part_and_parts_have_five_steps() -> None:
     ],
 )
 def test_how_a_run_ended(outcome: str | None, steps: int, error: str | None, text: str, note: str) -> None:
-    origins = [{"outcome": "finished"}, {"outcome": outcome, "error": error}]
-    result = health(replace(run(steps=steps, planned=80), origins=origins))
+    starts = [{"outcome": "finished"}, {"outcome": outcome, "error": error}]
+    result = health(replace(run(steps=steps, planned=80), starts=starts))
     assert result.text.endswith(text)
     assert (result.state == "not healthy") == (outcome == "failed")
     assert result.note.endswith(note)
@@ -358,7 +358,7 @@ def test_the_page_shows_the_noise_of_every_layer(make_run: Callable[..., Path], 
     sigmas = {f"perturbation/sigma/{layer}": 1e-4 + 1e-6 * layer for layer in range(12)}
     row = {"step": 1, "perturbation/sigma_mean": 1e-4, "perturbation/changed": 0.0, "perturbation/dlogp": 0.01}
     (folder / "metrics.jsonl").write_text(json.dumps(row | layers | sigmas) + "\n")
-    page = write_report(folder).read_text()
+    page = write_report(read_run(folder)).read_text()
     assert "is in effect a no-op" in page
     for label in ("all layers", "layer 0", "layer 11"):
         assert f">{label}</text>" in page

@@ -17,6 +17,7 @@ from trimtab.diagnosis.output.panels import view_panels
 from trimtab.diagnosis.pipeline import examine
 from trimtab.errors import TrimtabError
 from trimtab.report.run_report import write_report
+from trimtab.runs.reader import read_run
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +35,7 @@ def read(path: Path) -> Reader:
 
 @pytest.fixture(scope="module")
 def page(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    return read(write_report(finished_run, tmp_path_factory.mktemp("page")))
+    return read(write_report(read_run(finished_run), tmp_path_factory.mktemp("page")))
 
 
 def test_the_page_describes_the_run(page: Reader, finished_run: Path) -> None:
@@ -69,7 +70,7 @@ def test_figures_take_their_colors_from_the_theme(page: Reader) -> None:
 
 
 def test_what_a_model_writes_stays_text(make_run: Callable[..., Path], evil_text: str, tmp_path: Path) -> None:
-    page = read(write_report(make_run(tmp_path / "run", steps=2, every=1, text=evil_text, keys=["step"])))
+    page = read(write_report(read_run(make_run(tmp_path / "run", steps=2, every=1, text=evil_text, keys=["step"]))))
     assert set(page.tags) <= ALLOWED
     assert evil_text.replace("\u202e", "\\u202e") in page.text
     assert page.active == []
@@ -77,21 +78,21 @@ def test_what_a_model_writes_stays_text(make_run: Callable[..., Path], evil_text
 
 def test_names_that_look_like_markup_or_mathematics_stay_names(small_run: Path) -> None:
     relog(small_run, lambda row: row | {"reward/<b>$x_$": 0.1 * row["step"], "odd<key>": 1.0})
-    page = read(write_report(small_run))
+    page = read(write_report(read_run(small_run)))
     assert "b" not in page.tags
     assert page.text.count("<b>$x_$") >= 2, "in the legend and in the table"
     assert "not documented" in page.text
 
 
 def test_the_same_run_gives_the_same_bytes(small_run: Path) -> None:
-    first = write_report(small_run).read_bytes()
-    assert write_report(small_run).read_bytes() == first
+    first = write_report(read_run(small_run)).read_bytes()
+    assert write_report(read_run(small_run)).read_bytes() == first
 
 
 def test_a_metric_outside_its_range_is_named_with_what_to_do(small_run: Path) -> None:
-    healthy = read(write_report(small_run)).text
+    healthy = read(write_report(read_run(small_run))).text
     relog(small_run, lambda row: row | {"mismatch/ess_token": 0.4321, "weight_raw/q01": 0.0123, "weight_raw/q99": 7.89})
-    text = " ".join(re.sub("<[^>]*>", " ", write_report(small_run).read_text()).split())
+    text = " ".join(re.sub("<[^>]*>", " ", write_report(read_run(small_run)).read_text()).split())
     assert "Outside its healthy range" not in healthy
     assert "mismatch/ess_token 0.4321 3 of 3 steps above 0.95 lower lag or mismatch" in text
     assert "weight_raw/q01 0.0123 3 of 3 steps" in text
@@ -104,7 +105,7 @@ def test_a_run_of_one_step_without_trajectories_or_accuracy_has_a_page(small_run
     )
     for file in (small_run / "trajectories").iterdir():
         file.unlink()
-    assert "has no trajectory file" in read(write_report(small_run)).text
+    assert "has no trajectory file" in read(write_report(read_run(small_run))).text
 
 
 def test_the_mismatch_is_that_of_the_steps_that_measured_one(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -119,16 +120,16 @@ def test_the_mismatch_is_that_of_the_steps_that_measured_one(make_run: Callable[
     clean = {"logp_current", "logp_proximal"}
     table = pq.read_table(file)
     pq.write_table(table.drop_columns([name for name in table.column_names if name in clean]), file)
-    text = read(write_report(run)).text
+    text = read(write_report(read_run(run))).text
     measured, _ = examine([file.with_name(f"step-{n:06d}.parquet") for n in (1, 3, 4)], "trimtab", {}, lambda *_: None)
     assert f"Steps 1, 3, 4: {read_text(measured.origin)}" in text
     assert all(chart.title in text for chart in view_panels(measured)[0])
     leave_out(1, 2, 3, 4)
-    assert "No step with a trajectory file measured the mismatch." in read(write_report(run)).text
+    assert "No step with a trajectory file measured the mismatch." in read(write_report(read_run(run))).text
 
 
 def test_long_texts_are_cut_and_marked(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    page = read(write_report(make_run(tmp_path / "run", steps=1, every=1, text="y" * 2_500, keys=["step"])))
+    page = read(write_report(read_run(make_run(tmp_path / "run", steps=1, every=1, text="y" * 2_500, keys=["step"]))))
     assert "y" * 2_000 + " … (500 more characters)" in page.text
     assert "y" * 2_001 not in page.text
 
@@ -136,12 +137,12 @@ def test_long_texts_are_cut_and_marked(make_run: Callable[..., Path], tmp_path: 
 def test_an_unknown_objective_is_named_on_the_page(small_run: Path) -> None:
     config = (small_run / "config.toml").read_text().replace('name = "token-tis"', 'name = "token-tiz"')
     (small_run / "config.toml").write_text(config)
-    assert "not known to this version of trimtab" in read(write_report(small_run)).text
+    assert "not known to this version of trimtab" in read(write_report(read_run(small_run))).text
 
 
 def test_a_page_that_cannot_be_written_is_one_line(small_run: Path) -> None:
     (small_run / "report.html").mkdir()
     with pytest.raises(TrimtabError, match=r"cannot write .*report\.html") as error:
-        write_report(small_run)
+        write_report(read_run(small_run))
     assert "\n" not in str(error.value)
     assert [item.name for item in small_run.iterdir() if item.name.startswith(".")] == [], "no temporary file is left"

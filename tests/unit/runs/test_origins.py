@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.report.cautions import cautions
 from trimtab.report.groups import group_runs
 from trimtab.report.run_report import write_report
-from trimtab.runs.provenance import duration, read_origins
+from trimtab.runs.provenance import duration, read_starts
 
 START: dict[str, Any] = {
     "command": "trimtab train quickstart --out 'runs/<b>'",
@@ -47,7 +47,7 @@ def test_a_run_without_provenance_says_so_and_a_damaged_one_is_one_line(small_ru
     for text in ("[{", "{}", "[1]", '[{"versions": []}]'):
         (small_run / "provenance.json").write_text(text)
         with pytest.raises(TrimtabError, match="delete it") as error:
-            read_origins(small_run)
+            read_starts(small_run)
         assert "\n" not in str(error.value)
 
 

@@ -18,7 +18,8 @@ import torch
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
-from trimtab.runs.provenance import read_origins
+from trimtab.runs.layout import METRICS
+from trimtab.runs.provenance import read_starts
 from trimtab.trainer.config import load_config
 
 CONFIG = load_config("laboratory")
@@ -28,11 +29,11 @@ def test_a_start_is_there_while_it_runs_and_complete_when_it_ends(tmp_path: Path
     started = datetime.now(UTC) - timedelta(seconds=90)
     with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
         with provenance.record_start(run, CONFIG.engine.type, "trimtab train it", started, first_step=1, ranks=1):
-            (begun,) = read_origins(tmp_path)
+            (begun,) = read_starts(tmp_path)
             assert (begun["ended"], begun["seconds"], begun["last_step"]) == (None, None, None)
             run.log({"step": 1})
             run.log({"step": 2})
-        (part,) = read_origins(tmp_path)
+        (part,) = read_starts(tmp_path)
     assert (part["command"], part["first_step"], part["last_step"], part["ranks"]) == ("trimtab train it", 1, 2, 1)
     assert part["started"] == started.isoformat(timespec="seconds")
     assert datetime.fromisoformat(part["ended"]) >= started + timedelta(seconds=89)
@@ -64,7 +65,7 @@ def test_every_start_of_a_run_is_kept_also_one_that_failed_or_was_killed(tmp_pat
         with pytest.raises(TrimtabError, match="no"):
             start(run, 2, "fails")
         start(run, 3, "ends")
-    result = read_origins(tmp_path)
+    result = read_starts(tmp_path)
     assert [part["command"] for part in result] == ["killed", "fails", "ends"]
     assert [part["last_step"] for part in result] == [None, 2, 3]
     assert [part["ended"] is None for part in result] == [True, False, False]
@@ -95,7 +96,7 @@ def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, m
             provenance.record_start(run, CONFIG.engine.type, "x", datetime.now(UTC), first_step=1, ranks=1),
         ):
             raise error
-    (part,) = read_origins(tmp_path)
+    (part,) = read_starts(tmp_path)
     assert (part["outcome"], part["error"]) == (outcome, message)
 
 
@@ -104,7 +105,18 @@ def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Pat
         run.log({"step": 1})
         with provenance.record_start(run, CONFIG.engine.type, "resumed", datetime.now(UTC), first_step=2, ranks=1):
             pass
-    assert read_origins(tmp_path)[0]["last_step"] is None
+    assert read_starts(tmp_path)[0]["last_step"] is None
+
+
+def test_a_damaged_file_does_not_hide_why_a_start_failed(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
+        run.log({"step": 1})
+        (tmp_path / METRICS).write_text("not JSON\n" * 2)
+        with (
+            pytest.raises(ZeroDivisionError),
+            provenance.record_start(run, CONFIG.engine.type, "x", datetime.now(UTC), first_step=1, ranks=1),
+        ):
+            raise ZeroDivisionError
 
 
 def test_nothing_of_the_environment_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,17 +26,17 @@ LENGTH_FACTOR = 2.0
 """The same for the mean length of responses: methods that read whole responses change with it."""
 NAMED = 4
 """Number of methods that a sentence names."""
-TOKENS = 100_000
+OUTCOME_TOKENS = 100_000
 """Most tokens that presets are tried on."""
 
 
 def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
-    """Returns the outcomes of all presets on at most `TOKENS` tokens, and the recommended one with bounds and reason.
+    """Returns the outcomes of all presets on at most `OUTCOME_TOKENS` tokens, and the recommended one with its reason.
 
     If a cause must be fixed first (docs/choosing.md), the reason names it, and no preset is recommended.
     """
     sample = measured.sample
-    stride = -(-sample.tokens // TOKENS)  # shares of tokens and quantiles need fewer than causes do
+    stride = -(-sample.tokens // OUTCOME_TOKENS)  # shares of tokens and quantiles need fewer than causes do
     part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
     data = AdviceData.of(part)
     table = outcomes(data)
@@ -142,7 +142,7 @@ def covering(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float)
     return None, f"The comparison of tuned methods (docs/results, {regime.name}) does not cover this: {reason}."
 
 
-FEWEST = 100
+FEWEST_TOKENS = 100
 """Fewest trained tokens for which the kind of mismatch is inferred."""
 
 ACCEPTED = 0.7
@@ -198,7 +198,7 @@ class Rule:
 CONDITIONS: Mapping[str, Callable[[RuleInputs], bool]] = {
     "fault": lambda inputs: bool(inputs.faults),
     "floor": lambda inputs: inputs.verdict in ("exact", "rounding"),
-    "tiny": lambda inputs: inputs.tokens < FEWEST and not inputs.names,
+    "tiny": lambda inputs: inputs.tokens < FEWEST_TOKENS and not inputs.names,
     "stale, short": lambda inputs: "stale" in inputs.names and inputs.kept("seq-bypass") >= ACCEPTED,
     "stale, long": lambda inputs: "stale" in inputs.names,
     "quantized": lambda inputs: "quantized" in inputs.names,

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trimtab.diagnosis.causes.signs import Sign
 from trimtab.diagnosis.records import Candidate, CandidateKind, read_table
 
 KINDS = tuple(CandidateKind(**row) for row in read_table("candidates.toml")["candidate"])
 EXCLUDED, FOUND = -100.0, 100.0
 
 
-def rank(signs: Mapping[str, Sign], side: str = "", tested: Mapping[str, bool] | None = None) -> tuple[Candidate, ...]:
+def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | None = None) -> tuple[Candidate, ...]:
     """Returns the candidates, most likely first; empty without signs.
 
     side: the side that `trimtab rescore` found to be off, "" if unknown. tested: whether the test of a candidate found
@@ -40,12 +39,11 @@ def rank(signs: Mapping[str, Sign], side: str = "", tested: Mapping[str, bool] |
     )
 
 
-def _candidate(kind: CandidateKind, signs: Mapping[str, Sign], *, is_found: bool) -> Candidate:
+def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:
     """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
     speaks_for, speaks_against = (
         max((name for name in weights if name in signs), key=lambda name: weights[name], default="")
         for weights in (kind.speaks_for, kind.speaks_against)
     )
-    texts = {name: sign.text for name, sign in signs.items()} | {"": ""}
     test = f"{kind.test}: {kind.wrong} if it is this one"
-    return Candidate(kind.name, kind.plain, texts[speaks_for], texts[speaks_against], test, is_found)
+    return Candidate(kind.name, kind.plain, signs.get(speaks_for, ""), signs.get(speaks_against, ""), test, is_found)

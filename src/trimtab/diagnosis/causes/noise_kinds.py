@@ -219,8 +219,8 @@ class Noise:
         """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
         by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
         by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3)
-        weight, by_ids = RMS_WEIGHT, IDS_SHIFT if self.persistent else 0.0
-        return weight * by_rms + (1 - weight) * by_k3 + by_ids
+        by_ids = IDS_SHIFT if self.persistent else 0.0
+        return RMS_WEIGHT * by_rms + (1 - RMS_WEIGHT) * by_k3 + by_ids
 
     @property
     def text(self) -> str:

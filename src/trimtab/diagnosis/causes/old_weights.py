@@ -115,9 +115,8 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
         f"{'more than' if is_coarse else 'within'} what 16-bit rounding gives{also}; without tokens of another age, "
         "lag cannot be told from rounding"
     )
-    is_final = is_coarse or is_correlated
     # The age is stated, not that the difference is of its making: another fault may be beside it.
-    return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_final)]
+    return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_coarse or is_correlated)]
 
 
 def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:

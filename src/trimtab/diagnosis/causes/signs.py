@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from trimtab.diagnosis.causes.detector import (
     Residual,
     centered,
     log_size,
+    logit,
     robust_scale,
     slope_of,
     usual_rms,
@@ -50,19 +50,16 @@ MIN_SPLIT = 3.0  # standard deviations within the two groups that these must be 
 APART = 4.0  # times as large in the responses that carry a difference as in those that do not
 
 
-class Sign(NamedTuple):
-    """name: a key of candidates.toml. text: a clause with the numbers, for "since ..."."""
-
-    name: str
-    text: str
+Sign = tuple[str, str]
+"""A key of candidates.toml, and a clause with the numbers, for "since ..."."""
 
 
-def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[str, Sign]:
-    """Returns the signs of tokens by name; empty with fewer than 20 undecided ones."""
+def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[str, str]:
+    """Returns the clauses of the signs of tokens by name; empty with fewer than 20 undecided ones."""
     undecided = tokens.select(tokens.undecided)
     if len(undecided) < 20:
         return {}
-    found = [
+    found = (
         *_of_mean(tokens),
         *_of_size(undecided),
         *_of_direction(undecided),
@@ -73,17 +70,17 @@ def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[s
         *_of_ends(tokens),
         *_of_time(tokens, assumes_current=assumes_current),
         *_of_settings(tokens),
-    ]
-    return {sign.name: sign for sign in found}
+    )
+    return dict(found)
 
 
 def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
     residual = Residual.of(tokens)
     if residual.mean_is_one == "no":
         name = "mean-low" if residual.ratio_mean < 1 else "mean-high"
-        yield Sign(name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})")
+        yield name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})"
     elif residual.mean_is_one == "yes":
-        yield Sign("mean-one", f"the mean ratio is {residual.ratio_mean:.4g}, as of two complete distributions")
+        yield "mean-one", f"the mean ratio is {residual.ratio_mean:.4g}, as of two complete distributions"
 
 
 def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -95,32 +92,27 @@ def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
         "size-coarse": "within what weights of 8 or 4 bits give",
         "size-large": "more than weights of 4 bits give",
     }
-    yield Sign(name, f"logits differ by {rms:.2g} (root mean square), {given[name]}")
+    yield name, f"logits differ by {rms:.2g} (root mean square), {given[name]}"
 
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
     """Whether the probability decides where a logit moves, and whether along a line."""
     part = part_by_probability(undecided)
     if part < MIN_DIRECTION:
-        yield Sign("no-direction", "the probability of a token does not decide where its logit moves")
+        yield "no-direction", "the probability of a token does not decide where its logit moves"
         return
     scale = robust_scale(undecided.shift)
     y = np.clip(undecided.shift, -FAR * scale, FAR * scale)
-    x = 0.5 * (undecided.shift + 2 * _logit(undecided))
+    x = 0.5 * (undecided.shift + 2 * logit(undecided.behavior))
     x = (x - x.mean()) / max(float(x.std()), 1e-12)
     y = y - y.mean()
     line = float(x @ y / (x @ x))
     moved = f"the probability decides {part:.0%} of where logits move"
     on_line = line**2 * float(x @ x) / float(y @ y)
     if on_line < MAX_LOOSE:
-        yield Sign("loose", f"{moved}, but along no line")
+        yield "loose", f"{moved}, but along no line"
     else:
-        yield Sign("straight", f"{moved}, in proportion to them")
-
-
-def _logit(tokens: LogprobPairs) -> np.ndarray:
-    """Returns the sampler's logit of each token."""
-    return np.log(np.expm1(-np.minimum(tokens.behavior, -1e-7)) ** -1)
+        yield "straight", f"{moved}, in proportion to them"
 
 
 def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -129,7 +121,7 @@ def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
     side = max(up, 1 - up)
     if side >= ONE_WAY and (side - 0.5) * 2 * math.sqrt(len(shift)) > SIGN_Z:
         way = "up" if up > 0.5 else "down"
-        yield Sign("one-way", f"{side:.0%} of the trainer's logits move {way}")
+        yield "one-way", f"{side:.0%} of the trainer's logits move {way}"
     far = np.abs(shift) > FAR * robust_scale(shift)
     if far.sum() < MIN_FAR_TOKENS:
         return
@@ -137,37 +129,34 @@ def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
     held = float(undecided.k3[far].sum() / max(undecided.k3.sum(), 1e-300))
     if far.sum() >= MIN_FAR_SIDES and max(up, 1 - up) > MAX_FAR_SIDE:
         ways = f"{int(max(up, 1 - up) * far.sum() + 0.5)} of {int(far.sum())} far tokens"
-        yield Sign("tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer")
+        yield "tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer"
     elif 0 < up < 1 and held >= 0.5 and far.mean() <= MAX_ROUTING_SHARE:
-        yield Sign("tail-two-sided", f"{far.mean():.1%} of the tokens, raised and lowered alike, hold {held:.0%} of k3")
+        yield "tail-two-sided", f"{far.mean():.1%} of the tokens, raised and lowered alike, hold {held:.0%} of k3"
 
 
 def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
-    part = id_part(tokens, robust_scale(undecided.shift))
+    scale = robust_scale(undecided.shift)
+    part = id_part(tokens, scale)
     if part:
-        yield Sign("by-id", f"the token id decides {part:.0%} of the variance of its shift")
+        yield "by-id", f"the token id decides {part:.0%} of the variance of its shift"
     elif part == 0:
-        yield Sign("not-by-id", "a token's shift differs from context to context")
+        yield "not-by-id", "a token's shift differs from context to context"
     if tokens.ids is None:
         return
-    place = np.arange(len(tokens))
     key = np.stack([tokens.row, tokens.ids], axis=1)
-    order = np.lexsort((place, key[:, 1], key[:, 0]))
+    order = np.lexsort((np.arange(len(tokens)), key[:, 1], key[:, 0]))
     same = (np.diff(key[order], axis=0) == 0).all(1)
     seen = np.zeros(len(tokens), dtype=bool)
     seen[order[1:]] = same
     seen = seen[tokens.undecided]
     if min(seen.sum(), (~seen).sum()) < 40:
         return
-    scale = robust_scale(undecided.shift)
     shift = np.clip(undecided.shift, -FAR * scale, FAR * scale)
     alike = parts_of(undecided.mean)
     slope, z = slope_of(centered(shift, alike), centered(seen.astype(np.float64), alike), cluster=undecided.row)
     if abs(z) > SIGN_Z and abs(slope) > MIN_SEEN * scale:
         way = "higher" if slope > 0 else "lower"
-        yield Sign(
-            "seen", f"tokens that occurred before are {abs(slope):.2g} logits {way} in the trainer (z = {z:.0f})"
-        )
+        yield "seen", f"tokens that occurred before are {abs(slope):.2g} logits {way} in the trainer (z = {z:.0f})"
 
 
 def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -176,21 +165,21 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
     if undecided.step is not None:  # what grows over the steps differs between their responses, too
         size = centered(size, undecided.step)
     rows, index, count = np.unique(undecided.row, return_inverse=True, return_counts=True)
-    if (count >= MIN_TOKENS).sum() < 4:
+    enough = count >= MIN_TOKENS
+    if enough.sum() < 4:
         return
     part = explained(size, undecided.row, MIN_TOKENS)
-    enough = count >= MIN_TOKENS
     means = (np.bincount(index, size) / count)[enough]
     prompt = undecided.prompt
     of_prompt = 0.0 if prompt is None else explained(size, prompt, MIN_TOKENS)
     if part < MIN_PART:
-        yield Sign("even", "all responses differ alike")
+        yield "even", "all responses differ alike"
     elif prompt is not None and len(np.unique(prompt)) < 0.6 * len(rows) and of_prompt > 0.7 * part:
-        yield Sign("by-prompt", f"the prompt decides {of_prompt:.0%} of the variance of sizes")
+        yield "by-prompt", f"the prompt decides {of_prompt:.0%} of the variance of sizes"
     else:
-        yield Sign("by-response", f"the response decides {part:.0%} of the variance of sizes")
+        yield "by-response", f"the response decides {part:.0%} of the variance of sizes"
     if part >= MIN_PART and (carriers := _carriers(means)):
-        yield Sign("some-clean", f"{carriers} of {len(means)} responses carry it, the others are clean")
+        yield "some-clean", f"{carriers} of {len(means)} responses carry it, the others are clean"
 
 
 def _carriers(means: np.ndarray) -> int:
@@ -216,11 +205,11 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
     times = float(sizes[-1] / sizes[0])
     if abs(z) < SIGN_Z:
         if len(undecided) >= 1000:
-            yield Sign("flat", "the size is the same along a response")
+            yield "flat", "the size is the same along a response"
     elif z > 0 and times > MIN_TREND:
-        yield Sign("deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})")
+        yield "deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})"
     elif z < 0 and times < 1 / MIN_TREND:
-        yield Sign("earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end")
+        yield "earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end"
 
 
 def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:
@@ -230,7 +219,7 @@ def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:
     for name, at in (("first", edge[:-1]), ("last", edge[1:] - 1)):
         part, held = len(at) / len(tokens), float(k3[at].sum() / max(k3.sum(), 1e-300))
         if len(at) >= MIN_TOKENS and part < 0.2 and held > 0.3 and held > END_LIFT * part:
-            yield Sign("ends", f"the {name} token of a response holds {held:.0%} of k3")
+            yield "ends", f"the {name} token of a response holds {held:.0%} of k3"
 
 
 def _by_probability(tokens: LogprobPairs) -> np.ndarray:
@@ -242,17 +231,17 @@ def _by_probability(tokens: LogprobPairs) -> np.ndarray:
 def _of_time(tokens: LogprobPairs, *, assumes_current: bool) -> Iterator[Sign]:
     steps = drift_between_steps(tokens)
     if steps is not None and steps.ascends:
-        yield Sign("step-growth", steps.text)
+        yield "step-growth", steps.text
     elif steps is None and tokens.step is not None and len(np.unique(tokens.step)) >= 3:
-        yield Sign("step-constant", "it is the same at every step")
+        yield "step-constant", "it is the same at every step"
     if tokens.age is not None and not assumes_current:
         if tokens.age.any():
-            yield Sign("old-versions", f"versions say that tokens are {float(tokens.age.mean()):.1f} updates old")
+            yield "old-versions", f"versions say that tokens are {float(tokens.age.mean()):.1f} updates old"
         else:
-            yield Sign("current-versions", "versions say that the sampler's weights are current")
+            yield "current-versions", "versions say that the sampler's weights are current"
     related, z = advantage_correlation(tokens)
     if z > 5:
-        yield Sign("advantage", f"log-ratios follow the advantage (correlation {related:.2f}, z = {z:.0f})")
+        yield "advantage", f"log-ratios follow the advantage (correlation {related:.2f}, z = {z:.0f})"
 
 
 def _of_settings(tokens: LogprobPairs) -> Iterator[Sign]:
@@ -267,12 +256,7 @@ def _of_settings(tokens: LogprobPairs) -> Iterator[Sign]:
     other = {
         name: value for name, (value, plain) in known.items() if (value > 0 if name == "top_k" else value != plain)
     }
-    if other:
-        yield Sign(
-            "settings-stated", f"the file states {', '.join(f'{name} {value:g}' for name, value in other.items())}"
-        )
-    elif "temperature" in known:
-        yield Sign(
-            "settings-neutral",
-            f"the file states {', '.join(f'{name} {value:g}' for name, (value, _) in known.items())}",
-        )
+    if other or "temperature" in known:
+        shown = other or {name: value for name, (value, _) in known.items()}
+        text = ", ".join(f"{name} {value:g}" for name, value in shown.items())
+        yield "settings-stated" if other else "settings-neutral", f"the file states {text}"

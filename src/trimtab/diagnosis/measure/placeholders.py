@@ -101,9 +101,8 @@ class PlaceholderSums:
         for value, count in zip(found.tolist(), counted.tolist(), strict=True):
             if value < 0:
                 near = values[mask & ~exact & (np.abs(values - value) <= 0.25)]
-                self.around[name, value] += (
-                    int(np.unique(near, return_counts=True)[1].max(initial=0)) if count > 1 else 1
-                )
+                repeated = np.unique(near, return_counts=True)[1].max(initial=0) if count > 1 else 1
+                self.around[name, value] += int(repeated)
             for place, inside in zip(PLACES, _places(table, exact & (values == value)), strict=True):
                 if inside.any():
                     counts = self.counts.setdefault((name, value, place), _Counts())
@@ -158,10 +157,8 @@ class PlaceholderSums:
 
     def _is_whole(self, name: str) -> bool:
         """Whether the column holds several whole numbers and hardly anything else: it was rounded to them."""
-        several = (
-            len({value for column, value, _ in self.counts if column == name and value > IMPOSSIBLE}) >= WHOLE_VALUES
-        )
-        return several and self.usual[name, "any"].tokens < 0.2 * self.tokens
+        values = {value for column, value, _ in self.counts if column == name and value > IMPOSSIBLE}
+        return len(values) >= WHOLE_VALUES and self.usual[name, "any"].tokens < 0.2 * self.tokens
 
     def _everywhere(self, name: str, value: float) -> tuple[int, int]:
         """Returns the tokens with a value at any place, and those where the other side is far away."""

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
-from trimtab.diagnosis.records import finding, read_table
+from trimtab.diagnosis.records import RescoredSides
 from trimtab.diagnosis.tokens import TokenTable, k3
-from trimtab.errors import Finding
-from trimtab.intervals import Interval, cluster_intervals
+from trimtab.intervals import cluster_intervals
 from trimtab.runs.metric_catalog import k3_ranges
-from trimtab.text import short
 
-CLUSTERS = 1024  # groups or responses that are resampled; more are merged evenly
+RESAMPLED = 1024  # groups or responses that are resampled; more are merged evenly
 LEAD = 4.0  # times by which the k3 of one side must be larger for the mismatch to be its alone
 ORDINARY, ORDINARY_BOTH = (k3_ranges()[name].high for name in ("dense", "small-dense"))
 """k3 that 16-bit arithmetic makes: on any side, and at most, if both differ alike."""
-
-
-@dataclass(frozen=True)
-class RescoredSides:
-    """Which side is wrong according to the ids scored again from the same checkpoint (`trimtab rescore`).
-
-    side: sampler, trainer, both or neither. sampler, trainer: k3 between each and the column scored again; mismatch:
-    between the two; nats per token. is_other_model: whether both are nearer to one another than to that column, as
-    where the checkpoint is not that of these responses. tokens: number of trained tokens.
-    """
-
-    side: str
-    sampler: Interval
-    trainer: Interval
-    mismatch: Interval
-    is_other_model: bool
-    tokens: int
 
 
 def rescored_sides(table: TokenTable) -> RescoredSides | None:
@@ -55,9 +34,9 @@ def rescored_sides(table: TokenTable) -> RescoredSides | None:
         "trainer": tokens.trainer - rescored,
         "mismatch": tokens.trainer - tokens.behavior,
     }
-    cluster = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows][known]
+    cluster = (tokens.cluster % np.uint64(RESAMPLED)).astype(np.int64)[tokens.rows][known]
     fields = (None, *(k3(pair[known]) for pair in pairs.values()))
-    sums = np.stack([np.bincount(cluster, weights=field, minlength=CLUSTERS) for field in fields], axis=1)
+    sums = np.stack([np.bincount(cluster, weights=field, minlength=RESAMPLED) for field in fields], axis=1)
     means = cluster_intervals(
         sums[sums[:, 0] > 0],
         lambda sums: {name: sums[..., at] / sums[..., 0] for at, name in enumerate(pairs, start=1)},
@@ -73,11 +52,3 @@ def rescored_sides(table: TokenTable) -> RescoredSides | None:
         side = "neither"
     is_other = side == "both" and means[near].value > means["mismatch"].value
     return RescoredSides(side, **means, is_other_model=is_other, tokens=int(known.sum()))
-
-
-def rescored_findings(table: TokenTable) -> tuple[Finding, ...]:
-    """Returns one finding, or none without the column `logp_rescored`."""
-    if (found := rescored_sides(table)) is None:
-        return ()
-    which = read_table("texts.toml")["rescored"]["other" if found.is_other_model else found.side]
-    return (finding("rescored", sampler=short(found.sampler.value), trainer=short(found.trainer.value), which=which),)

@@ -63,12 +63,9 @@ class RoundingDetector:
     @property
     def grid(self) -> str:
         """Whole numbers, bfloat16, float16, `d decimals` or float32; the coarsest if the values lie on several."""
-        if self._decimals == 0 and self._exponents[1:].sum() >= _MIN_VALUES:
-            return "whole numbers"
-        if self._bfloat16 and self._exponents[1:].sum() >= _MIN_VALUES:
-            return "bfloat16"
-        if self._float16 and self._exponents[1:].sum() >= _MIN_VALUES:
-            return "float16"
+        grids = {"whole numbers": self._decimals == 0, "bfloat16": self._bfloat16, "float16": self._float16}
+        if any(grids.values()) and self._exponents[1:].sum() >= _MIN_VALUES:
+            return next(name for name, holds in grids.items() if holds)
         # Where float32 itself is no finer than the decimals, every value seems to have been rounded to them.
         fine = np.arange(256) - _BIAS - 23 < np.log2(10.0**-self._decimals) - 3
         if self._decimals <= _DECIMALS and (self._exponents * fine)[1:].sum() >= _MIN_VALUES:
@@ -175,14 +172,12 @@ class SizeSums:
             ratios = np.exp(quantiles(histogram.astype(np.int64)[None], QUANTILES)[0]).tolist()
             *_, last_step, negated_first = largest
             row = {"step": float(-int(negated_first)), "step_last": float(last_step)}
-            row |= {name: float(figures[name]) for name in _STEP_FIGURES}
+            row |= {name: float(figures[name]) for name in _FIGURES}
             rows.append(row | dict(zip(_TAILS, ratios, strict=True)))
         return rows
 
 
-_STEP_FIGURES = (
-    *("tokens", "sequences", "k1", "k3", "ess_token", "ess_seq", "ratio_mean", "pearson", "log_ratio_seq_max"),
-)
+_FIGURES = ("tokens", "sequences", "k1", "k3", "ess_token", "ess_seq", "ratio_mean", "pearson", "log_ratio_seq_max")
 _TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
 
 
@@ -236,7 +231,7 @@ def _histogram(log: np.ndarray) -> Histogram:
 _EMPTY = _histogram(np.zeros(0))
 
 
-_FEWEST = 100
+_FEWEST_FRESH = 100
 """Fewest tokens of age 0 in a bin of behavior probability; bins with fewer are merged with their neighbor."""
 _NEAR = 5  # bins next to each other in which tokens of age 0 are sought before a bin counts as having none
 _MAX_UNMATCHED = 0.05
@@ -279,15 +274,15 @@ class DriftSums:
             return DriftSplit(False, self._unavailable_reason)
         if self._newer:
             return DriftSplit(False, f"{self._newer} tokens are newer than proximal_version: the versions do not fit")
-        if count[0].sum() < _FEWEST:
+        if count[0].sum() < _FEWEST_FRESH:
             fresh = f"{int(count[0].sum())} tokens are of age 0 (the youngest is {self._youngest} updates old)"
-            return DriftSplit(False, f"{fresh}; {_FEWEST} are needed")
-        lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST
+            return DriftSplit(False, f"{fresh}; {_FEWEST_FRESH} are needed")
+        lonely = np.convolve(count[0], np.ones(_NEAR), "same") < _FEWEST_FRESH
         older, k3 = self._sums[1, :, 1].sum(axis=0), self._sums[1].sum()
         if older[lonely].sum() > _MAX_UNMATCHED * k3:
             share = f"{older[lonely].sum() / k3:.0%} of k3"
             return DriftSplit(
-                False, f"{share} lies at behavior probabilities with fewer than {_FEWEST} tokens of age 0"
+                False, f"{share} lies at behavior probabilities with fewer than {_FEWEST_FRESH} tokens of age 0"
             )
         starts = _starts(count[0])
         merged = np.add.reduceat(self._sums, starts, axis=-1)
@@ -310,11 +305,11 @@ def _surprise(logp: np.ndarray) -> np.ndarray:
 
 
 def _starts(fresh: np.ndarray) -> np.ndarray:
-    """Returns the first bin of each group of bins with `_FEWEST` tokens of age 0, formed from likely tokens down."""
+    """Returns the first bin of each group of bins with `_FEWEST_FRESH` tokens of age 0, from likely tokens down."""
     starts, have = [], 0.0
     for bin_ in range(len(fresh))[::-1]:
         have += fresh[bin_]
-        if have >= _FEWEST:
+        if have >= _FEWEST_FRESH:
             starts.append(bin_)
             have = 0.0
     starts[-1] = 0

@@ -17,7 +17,7 @@ from trimtab.corrections.statistics import RatioStatistics
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
 
-FEWEST = 20
+FEWEST_IN_GROUP = 20
 """Fewest tokens of a bin for which its 2nd and 98th percentile are computed."""
 PER_DECADE, DECADES = 3, 5
 
@@ -278,7 +278,8 @@ class Groups:
     def add(self, group: np.ndarray, tokens: TrainedTokens) -> None:
         """Adds tokens to their groups (tokens,)."""
         groups, bins = self.histogram.shape
-        self.sums += group_sums(group, tokens, groups)
+        weights = (None, tokens.excess, tokens.log, tokens.k3, tokens.size)
+        self.sums += np.column_stack([np.bincount(group, values, groups) for values in weights])
         if bins:
             cells = np.bincount(group * bins + tokens.log_ratio_bin, minlength=groups * bins)
             self.histogram += cells.reshape(groups, bins)
@@ -295,18 +296,17 @@ class Groups:
         self,
         name: str,
         labels: Sequence[str],
-        rows: np.ndarray | None = None,
+        rows: np.ndarray,
         *,
         edges: np.ndarray | None = None,
         columns: Mapping[str, np.ndarray] | None = None,
         envelope: np.ndarray | None = None,
         note: str = "",
     ) -> View:
-        """Returns the groups `rows`, or all, as a view; NaN in empty ones.
+        """Returns the groups `rows` as a view; NaN in empty ones.
 
         envelope: the percentiles (groups, 3), where they are not those of the histogram.
         """
-        rows = np.arange(len(self.sums)) if rows is None else rows
         envelope = quantiles(self.histogram[rows], ENVELOPE) if envelope is None else envelope
         with np.errstate(invalid="ignore"):
             excess, log, k3, size = (self.sums[rows, 1:] / self.sums[rows, :1]).T
@@ -326,12 +326,6 @@ class Groups:
             columns=columns or {},
             note=note,
         )
-
-
-def group_sums(group: np.ndarray, tokens: TrainedTokens, groups: int) -> np.ndarray:
-    """Returns the sums of `Groups` over tokens (groups, 5)."""
-    weights = (None, tokens.excess, tokens.log, tokens.k3, tokens.size)
-    return np.column_stack([np.bincount(group, values, groups) for values in weights])
 
 
 class StepSums:

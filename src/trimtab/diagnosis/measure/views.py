@@ -14,7 +14,7 @@ import numpy as np
 
 from trimtab.diagnosis.measure.trained_tokens import (
     ENVELOPE,
-    FEWEST,
+    FEWEST_IN_GROUP,
     PROBABILITY_EDGES,
     Groups,
     TrainedTokens,
@@ -107,7 +107,8 @@ def _entropy(tokens: TrainedTokens) -> np.ndarray | None:
     return np.clip(bins, 0, len(_ENTROPIES) - 2)
 
 
-AGE_LABELS = ("newer than the trainer", *ranges(_AGES))
+FIRST_AGES = dict(zip(("newer than the trainer", *ranges(_AGES)), (-1, *_AGES), strict=True))
+"""Smallest age of each bin by its label."""
 AXES = (
     Axis("probability", lambda tokens: tokens.probability_bin, _probabilities(), PROBABILITY_EDGES, is_whole=True),
     Axis(
@@ -139,7 +140,7 @@ AXES = (
         present=lambda count: bool(count[0]),
         note="0 is the first token that follows an observation",
     ),
-    Axis("version", _age, AGE_LABELS),
+    Axis("version", _age, list(FIRST_AGES)),
     Axis(
         "length",
         lambda tokens: (np.searchsorted(_LENGTHS, tokens.lengths, side="right") - 1)[tokens.rows],
@@ -179,8 +180,8 @@ class TokenIdView:
         labels = ["other" if number == self._LARGEST else str(number) for number in top]
         columns = {"id": np.where(top == self._LARGEST, -1, top), "share": _share_of_k3(self._groups)[top]}
         log = (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
-        envelope = _envelope(self._known(sample.ids[sample.mask]), log, top, FEWEST)
-        note = f"percentiles are of the sample, where it has {FEWEST} such tokens"
+        envelope = _envelope(self._known(sample.ids[sample.mask]), log, top, FEWEST_IN_GROUP)
+        note = f"percentiles are of the sample, where it has {FEWEST_IN_GROUP} such tokens"
         return self._groups.view("token", labels, top, columns=columns, envelope=envelope, note=note)
 
     def _known(self, ids: np.ndarray) -> np.ndarray:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from trimtab.diagnosis.against import Comparison, beyond_chance, verdict_lines
-from trimtab.diagnosis.answer import Diagnosis, matches
+from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import outside
+from trimtab.diagnosis.known_faults import matches
+from trimtab.text import json_value
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "by_step": [dict(row) for row in size.by_step],
         "origin": {"rows": origin.responses, **_without(asdict(origin), "responses", "findings", "settings")},
     }
-    return plain(result)
+    return json_value(result)
 
 
 def against_dict(comparison: Comparison) -> dict[str, Any]:
@@ -47,34 +45,15 @@ def against_dict(comparison: Comparison) -> dict[str, Any]:
     result = {
         "verdict": verdict_lines(comparison),
         "changes": {
-            name: change._asdict() | {"beyond_chance": beyond_chance(change, equal)}
-            for name, change, equal in (
-                ("k3", comparison.k3, 1.0),
-                ("ratio_mean", comparison.ratio_mean, 1.0),
-                ("tail", comparison.tail, 0.0),
-            )
+            name: (change := getattr(comparison, name))._asdict() | {"beyond_chance": beyond_chance(change, equal)}
+            for name, equal in (("k3", 1.0), ("ratio_mean", 1.0), ("tail", 0.0))
         },
         "tails": list(comparison.tails),
         "paired": {"by": comparison.paired, "count": comparison.pairs},
         "diagnosis": as_dict(comparison.second),
     }
-    return plain(result)
+    return json_value(result)
 
 
 def _without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in keys}
-
-
-def plain(value: Any) -> Any:
-    """Returns lists, numbers and strings; NaN and infinities become None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

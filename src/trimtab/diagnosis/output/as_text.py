@@ -13,11 +13,11 @@ import numpy as np
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import FIGURES, figure, format_number, format_percent, interval_of, outside
+from trimtab.diagnosis.figures import FIGURES, figure, interval_of, outside
 from trimtab.diagnosis.records import MismatchSize
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.runs.metric_catalog import band_text
-from trimtab.text import code_span, markdown_text
+from trimtab.text import code_span, format_number, format_percent, markdown_text
 
 LABEL = 10
 """Smallest width of the labels on the terminal."""

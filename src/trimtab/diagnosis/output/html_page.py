@@ -11,17 +11,9 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Diagnosis, shares
-from trimtab.diagnosis.figures import (
-    FIGURES,
-    figure,
-    format_number,
-    format_percent,
-    format_signed,
-    interval_of,
-    outside,
-    overrides_text,
-)
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.figures import FIGURES, figure, interval_of, outside, overrides_text
+from trimtab.diagnosis.hotspots import shares
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.records import Cause, read_table
@@ -40,6 +32,7 @@ from trimtab.pages.page import (
 )
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import band_text, judge
+from trimtab.text import format_number, format_percent, format_signed
 
 ANSWERS = {"": "What was found", "Also": "Also found", "First": "What to do first"}
 TILES = 4

@@ -10,9 +10,9 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from trimtab.diagnosis.answer import FEWEST, shares
-from trimtab.diagnosis.figures import figure, format_number, format_percent, format_signed, range_text
-from trimtab.diagnosis.measure.trained_tokens import FEWEST as FEWEST_TOKENS
+from trimtab.diagnosis.figures import figure, range_text
+from trimtab.diagnosis.hotspots import FEWEST_SHARE, shares
+from trimtab.diagnosis.measure.trained_tokens import FEWEST_IN_GROUP
 from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
 from trimtab.pages.charts import (
     BLUE,
@@ -33,7 +33,7 @@ from trimtab.pages.charts import (
 )
 from trimtab.pages.page import Chart, Note
 from trimtab.runs.metric_catalog import k3_ranges
-from trimtab.text import short, short_exponent
+from trimtab.text import format_number, format_percent, format_signed, short, short_exponent
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}
@@ -104,7 +104,7 @@ def _k3_bands() -> list[tuple[float, float, str, str]]:
     """Returns start, end, color and name of the ranges published for working setups."""
     dense, small, moe = (k3_ranges()[name] for name in ("dense", "small-dense", "moe"))
     return [
-        (dense.low or 0.0, dense.high, GREEN, "dense"),
+        (dense.low, dense.high, GREEN, "dense"),
         (dense.high, small.high, SKY, "small dense"),
         (small.high, moe.high, ORANGE, "MoE"),
     ]
@@ -200,7 +200,7 @@ def _chart(view: View, measured: Measured, texts: Mapping[str, str]) -> Chart:
     """Returns the log-ratios of views by probability and entropy, and k3 of the others."""
     tokens, k3 = shares(view, measured.size)
     filled = (view.count > 0) & np.isfinite(view.k3)
-    solid = filled & (tokens >= FEWEST)
+    solid = filled & (tokens >= FEWEST_SHARE)
     bins = np.flatnonzero(solid if solid.any() else filled)
     if view.edges is not None and view.name in ("probability", "entropy"):
         svg, width = _envelope(view, texts["axis"]), view.high - view.low
@@ -250,7 +250,7 @@ def _envelope(view: View, axis: str) -> Markup:
 def _thick(view: View) -> np.ndarray:
     """Returns (bins,) bool: bins with enough tokens for percentiles, or all nonempty ones if hardly one has."""
     drawn = np.isfinite(view.median) & (view.count > 0)
-    enough = drawn & (view.count >= FEWEST_TOKENS)
+    enough = drawn & (view.count >= FEWEST_IN_GROUP)
     return enough if enough.sum() > 1 else drawn
 
 

@@ -36,9 +36,6 @@ class Batch:
     keys: Mapping[str, np.ndarray]
     faults: Mapping[str, Mapping[int, str]]
 
-    def roles(self) -> set[str]:
-        return {*self.lists, *self.scalars, *self.keys}
-
     def has_value(self, role: str) -> bool:
         """Whether some row has a finite number or a key of the role."""
         if role in self.keys:

@@ -162,11 +162,7 @@ def _logprob(item: Any) -> Any:
             return item["logprob"]
         inner = next(iter(item.values())) if len(item) == 1 else None  # more entries do not tell which was sampled
         return inner["logprob"] if isinstance(inner, dict) and "logprob" in inner else item
-    if (
-        isinstance(item, list | tuple)
-        and len(item) == 3
-        and isinstance(item[1], int)
-        and isinstance(item[2], str | None)
-    ):
-        return item[0]
+    match item:
+        case [logprob, int(), str() | None]:
+            return logprob
     return item

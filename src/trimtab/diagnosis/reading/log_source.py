@@ -168,7 +168,7 @@ class LogSource:
 
     def _normalize(self, batch: Batch, path: Path, number: int) -> TokenTable | None:
         roles, layout = self._resolved.roles | self._more_roles, self._resolved.layout
-        for role in batch.roles() - self._valued:
+        for role in {*batch.lists, *batch.scalars, *batch.keys} - self._valued:
             if batch.has_value(role):
                 self._valued.add(role)
         step = self._resolved.step_in_name(path)

@@ -20,7 +20,7 @@ import numpy as np
 
 from trimtab.diagnosis.reading.batches import Batch, to_batch
 from trimtab.diagnosis.reading.cells import as_list, csv_cell, names_inside, plain, value_of
-from trimtab.diagnosis.reading.counts import UNEQUAL, ReadCounts
+from trimtab.diagnosis.reading.counts import UNEQUAL, UNFINISHED, ReadCounts
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_ARRAY_BYTES, MAX_RESPONSE, MAX_ROW_BYTES, RAISE_LIMITS, limit, opened, too_long
 
@@ -55,9 +55,7 @@ class RowFile:
             row[behavior] = cell = as_list(row[behavior])
             if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
                 # A batch of one, as NeMo-RL writes it: a list is around each of its values.
-                row = {
-                    name: cell[0] if isinstance(cell, list) and len(cell) == 1 else cell for name, cell in row.items()
-                }
+                row = {name: of[0] if isinstance(of, list) and len(of) == 1 else of for name, of in row.items()}
             for name, cell in row.items():
                 count = len(cell) if isinstance(cell, list) else cell.size if isinstance(cell, np.ndarray) else 0
                 if count > longest:
@@ -97,7 +95,7 @@ def json_lines(path: Path, tally: ReadCounts) -> Rows:
             except UnicodeDecodeError:
                 tally.drop("not UTF-8", row=number)
             except (ValueError, RecursionError):
-                tally.drop("not JSON" if line.endswith(b"\n") else "unfinished last line", row=number)
+                tally.drop("not JSON" if line.endswith(b"\n") else UNFINISHED, row=number)
             else:
                 yield from _object(number, row, tally)
 

@@ -13,7 +13,7 @@ from trimtab.diagnosis.records import Settings, finding
 from trimtab.errors import Finding, TrimtabError
 from trimtab.files import parse_toml
 from trimtab.runs.layout import CONFIG, run_of
-from trimtab.runs.provenance import read_origins
+from trimtab.runs.provenance import read_starts
 from trimtab.runs.tokenizers import model_of
 
 _ENGINES = {"embedded": "transformers", "vllm": "vllm"}
@@ -64,7 +64,7 @@ def _made_with(place: Path, framework: str) -> tuple[str, str, frozenset[tuple[s
         base = _CARD_MODEL.search(text)
         return "", base[1] if base else "", _versions(dict(_CARD_VERSION.findall(text)))
     engine = _recipe_of(place).get("engine")
-    starts = [_versions(start.get("versions") or {}) for start in read_origins(place)]
+    starts = [_versions(start.get("versions") or {}) for start in read_starts(place)]
     kind = engine.get("type") if isinstance(engine, Mapping) else ""
     versions = frozenset.intersection(*starts) if starts else frozenset[tuple[str, str]]()
     return _ENGINES.get(str(kind), ""), model_of(place) or "", versions

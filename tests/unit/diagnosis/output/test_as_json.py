@@ -55,7 +55,7 @@ def test_the_promised_keys() -> None:
 
 def test_views_keep_their_arrays_and_columns() -> None:
     result = through_json()["views"]
-    assert result["version"]["labels"] == ["0", "1", "2", "4-7"]
+    assert result["version"]["labels"] == ["0", "1", "2", "5-8"]
     assert result["version"]["k3"] == [0.0011, 0.003, 0.0052, 0.0101]
     assert result["version"]["edges"] is None
     assert result["length"]["columns"]["responses"] == [400, 500, 600, 300, 100]

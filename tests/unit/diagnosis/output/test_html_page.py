@@ -96,7 +96,7 @@ def test_text_of_files_is_escaped_everywhere() -> None:
 def test_captions_of_the_views_state_planted_numbers() -> None:
     result = captions(example(), panels.view_panels)
     assert result["k3 by age of the weights"] == (
-        "k3 1.1e-3 at 0, 0.01 at 4-7; highest 0.01 at 4-7. Mean log-ratio −1.1e-3 at 0, −0.01 at 4-7."
+        "k3 1.1e-3 at 0, 0.01 at 5-8; highest 0.01 at 5-8. Mean log-ratio −1.1e-3 at 0, −0.01 at 5-8."
     )
     # Width of the rarest bin: 4 sqrt(2 * 0.12) = 1.96; its k3 is 120 of 91,000 * 0.0048 = 436.8 nats.
     assert result["Log-ratio by probability"].startswith(

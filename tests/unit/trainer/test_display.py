@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from trimtab.display import PlainTextConsole, RunDisplay, closing_lines, figures, progress_bar
 from trimtab.trainer.config import load_config
+from trimtab.trainer.display import PlainTextConsole, RunDisplay, closing_lines, figures, progress_bar
 
 STEP: dict[str, float | str] = {
     "step": 3,

@@ -1,0 +1,163 @@
+"""Searches for causes stage by stage: `find_causes`; and for what may be behind what none proves: `find_candidates`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from trimtab.diagnosis.causes.candidates import rank
+from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
+from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
+from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
+from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
+from trimtab.diagnosis.causes.signs import find_signs
+from trimtab.diagnosis.causes.wrong_pairs import find_retokenized, find_shifts, find_swapped_responses
+from trimtab.diagnosis.causes.wrong_values import (
+    find_above_zero,
+    find_copied,
+    find_log_base,
+    find_nonfinite,
+    find_placeholder,
+    find_wrong_token,
+)
+from trimtab.diagnosis.records import CAUSES, FINDINGS, PROVEN, UNPROVEN, Candidate, Cause, Measured
+
+MAX_LEFT = 0.9  # part of k3 that a repair may leave
+MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
+
+MIN_TOKENS = 100
+"""Fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred."""
+
+NOISES = ("precision", "quantized", "routing")
+STAGES: tuple[tuple[Detector, ...], ...] = (
+    (find_copied, find_log_base, find_wrong_token),
+    (find_shifts, find_swapped_responses),
+    (find_retokenized,),
+    (find_sampling_faults,),
+    (find_stale_cache,),
+    (find_undelivered, find_drift),
+    (find_noise,),
+)
+"""Detectors of one stage compete; a stage is searched again after a repair."""
+
+
+def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Cause, ...]:
+    """Returns the causes, faults before noise and each most confident first; empty within the noise floor.
+
+    Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
+    `measured.size`. without: names that are not looked for. Rules, and the columns that each needs: docs/detection.md.
+    """
+    known = [find_placeholder(measured), find_nonfinite(measured.origin), find_above_zero(measured.sample)]
+    causes = [cause for cause in known if cause is not None and cause.name not in without]
+    tokens = LogprobPairs.of(measured.sample)
+    everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
+    origin = measured.origin
+    is_rounded = any(one.name == FINDINGS["whole-numbers"]["name"] for one in origin.findings)
+    if len(tokens) >= MIN_TOKENS and not everywhere and not is_rounded:
+        context = Context(measured.size.floor, origin.settings, assumes_current=origin.assumes_current)
+        causes += _search(tokens, context, without)
+    # Noise is what remains when every fault is undone, so that it comes last.
+    causes.sort(key=lambda cause: (cause.name in NOISES, -cause.confidence))
+    return tuple(map(_with_remedy, causes))
+
+
+def _with_remedy(cause: Cause) -> Cause:
+    """Returns a cause with what to do; one that nothing proves has at most `UNPROVEN`, and its test comes first."""
+    kind = CAUSES[cause.name]
+    fix = f"{kind.fix} {kind.otherwise}".strip()
+    if cause.name == "unexplained" or cause.is_stated or kind.proves:
+        return replace(cause, fix=fix)
+    test = f"{kind.test}. " if kind.must_fix and kind.test else ""
+    return replace(cause, fix=test + fix, confidence=min(cause.confidence, UNPROVEN))
+
+
+def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping[str, bool]) -> tuple[Candidate, ...]:
+    """Returns what may be behind a difference that no cause proves, most likely first; empty where one does.
+
+    tested: whether the test of a candidate found it, by name. Where the ids were scored again, the side that is off is
+    compared with those values, and only what is possible on it is left.
+    """
+    # Placeholders are left out of the tokens: what remains has a cause of its own. Values above 0 have no candidates.
+    open_ones = [cause for cause in causes if cause.name not in ("placeholder", "non-finite")]
+    is_above_zero = any(cause.name == "unexplained" and cause.confidence >= PROVEN for cause in causes)
+    is_clean_rest = len(open_ones) < len(causes) and {one.name for one in open_ones} == {"precision"}
+    if not open_ones or open_ones[0].is_proven or is_above_zero or is_clean_rest:
+        return ()
+    tokens, sides = LogprobPairs.of(measured.sample), measured.rescored
+    # Where both are off, or neither, nothing is excluded: a fault of one may be beside the rounding of the other.
+    side = sides.side if sides is not None and sides.side in ("sampler", "trainer") else ""
+    if side and (rescored := measured.sample.rescored) is not None:
+        right = np.minimum(rescored[tokens.index].astype(np.float64), 0.0)
+        known = np.isfinite(right)
+        right = {"trainer" if side == "sampler" else "behavior": right}
+        tokens = replace(tokens, **right).select(known)
+    return rank(find_signs(tokens, assumes_current=measured.origin.assumes_current), side, tested)
+
+
+def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:
+    """Applies the repairs that leave least one after the other; what they leave decides how sure each is."""
+    found: list[tuple[CauseMatch, Residual]] = []
+    whole = left = Residual.of(tokens)
+    is_finished = False
+    for stage in STAGES:
+        while not is_finished:
+            excluded = {*without, *(finding.name for finding, _ in found)}
+            options = [option for find in stage if (option := _option(find, tokens, left, context, excluded))]
+            if not options:
+                break
+            findings, after = max(options, key=lambda option: left.total - option[1].total)
+            found += [(finding, after) for finding in findings]
+            tokens, left = findings[-1].remaining, after
+            context = replace(context, repaired=True, direction=findings[-1].direction or context.direction)
+            is_finished = findings[-1].is_final or len(tokens) < MIN_TOKENS // 2
+    is_known = is_finished or context.direction
+    open_question = None if is_known else find_unexplained(tokens, left, context.floor, is_rest=bool(found))
+    causes = [_cause(finding, whole, after, left if open_question else None) for finding, after in found]
+    return [*causes, open_question] if open_question else causes
+
+
+def _option(
+    find: Detector, tokens: LogprobPairs, left: Residual, context: Context, excluded: Collection[str]
+) -> tuple[list[CauseMatch], Residual] | None:
+    """Returns the findings of a detector with what they leave; None where it finds nothing or that leaves no less."""
+    findings = [finding for finding in find(tokens, context) if finding.name not in excluded]
+    if any(CAUSES[finding.name].is_constant for finding in findings) and (start := _start_of_growth(tokens)):
+        there = {finding.name for finding in find(start, context)}
+        findings = [one for one in findings if one.name in there or not CAUSES[one.name].is_constant]
+    if not findings:
+        return None
+    last = findings[-1]
+    after = left if last.remaining is tokens else Residual.of(last.remaining)
+    return (findings, after) if last.remaining is tokens or last.is_final or _leaves_less(left, after) else None
+
+
+def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
+    """Returns the first step if the mismatch grows from it in the order of the steps, else None.
+
+    A constant cause must show in that step, too: a policy that training made more certain has the logits of its old
+    weights times a number, like those of another temperature.
+    """
+    steps = drift_between_steps(tokens)
+    if steps is None or not steps.ascends:
+        return None
+    first, last = (tokens.select(tokens.step == steps.steps[at]) for at in (0, -1))
+    return first if Residual.of(first).k3 < MAX_FIRST_K3 * Residual.of(last).k3 else None
+
+
+def _leaves_less(before: Residual, after: Residual) -> bool:
+    """Whether less is left for each token, and the mean ratio can still be 1 if it could before."""
+    breaks = before.mean_is_one == "yes" and after.mean_is_one == "no"
+    return after.tokens > 0 and after.k3 < MAX_LEFT * before.k3 and not breaks
+
+
+def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
+    """Returns the record; what stays unexplained lowers the confidence by its share of k3."""
+    share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
+    limit = 0.99 if unexplained is None else CONFIDENCE_OUTSIDE + 0.5 * share**2
+    sure = round(min(finding.max_confidence, limit), 2)
+    cause = Cause(finding.name, sure, finding.evidence, tokens=finding.tokens, is_stated=finding.is_stated)
+    if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone
+        return cause
+    return replace(cause, share_of_k3=share, repaired={"k3": after.k3, "ratio_mean": after.ratio_mean})

@@ -1,0 +1,49 @@
+"""Faults of engines and trainers that were reported in public (known_faults.toml), matched with data."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from trimtab.diagnosis.reading.layouts import LAYOUTS
+from trimtab.diagnosis.records import DataSummary, KnownFault, read_table
+
+
+@cache
+def known_faults() -> tuple[KnownFault, ...]:
+    """Returns the rows of known_faults.toml, in its order."""
+    lists = ("causes", "trainers")
+    rows = read_table("known_faults.toml")["fault"]
+    return tuple(KnownFault(**row | {name: tuple(row.get(name, ())) for name in lists}) for row in rows)
+
+
+def matches(cause: str, data: DataSummary) -> list[KnownFault]:
+    """Returns the faults that a cause may come from: those of known versions first, then those of the same trainer.
+
+    A fault is left out where the data is of another trainer or engine, or of versions that are not affected. One whose
+    versions are unknown is left out, too, where it is not known whether the data is of its trainer, or its models.
+    """
+    # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
+    trainer = "" if data.framework in ("trimtab", "columns") and data.settings is None else data.framework
+    layout = LAYOUTS.get(data.framework)
+    engine = data.engine or (layout.engine if layout else "")
+    model = Path(data.model).name.lower()
+    found = []
+    for fault in known_faults():
+        of_other_trainer = bool(fault.trainers and trainer) and trainer not in fault.trainers
+        of_other_engine = bool(fault.engine and engine) and engine != fault.engine
+        affected = [
+            SpecifierSet(versions).contains(data.versions[name], prereleases=True) if name in data.versions else None
+            for name, versions in fault.versions.items()
+        ]
+        if cause not in fault.causes or of_other_trainer or of_other_engine or False in affected:
+            continue
+        is_certain = bool(affected) and None not in affected
+        is_known = trainer in fault.trainers if fault.trainers else bool(trainer or engine)
+        if is_certain or (is_known and re.search(fault.family, model)):
+            found.append(replace(fault, certain=is_certain))
+    return sorted(found, key=lambda row: (not row.certain, data.framework not in row.trainers, row.trainers != ()))
