@@ -207,10 +207,10 @@ class Loss:
 
 def of_objective(objective: Objective) -> Loss:
     """Returns an objective as a loss, with the name of the objective."""
-    fields = sorted({*POLICIES, "mask", *objective.needs})
+    fields = sorted({*POLICIES, "mask", "sequence_ids", *objective.needs})
 
     def logps(batch: Batch) -> PolicyLogps:
-        return PolicyLogps(**{name: batch[name] for name in fields})
+        return PolicyLogps(**{name: batch[name] for name in fields if name in batch})
 
     def call(batch: Batch, update: Update) -> Tensor:
         whole = None if update.batch is batch else objective.prepare(logps(update.batch), update.batch["advantage"])

@@ -33,12 +33,15 @@ SIGNS = {True: UP, False: DOWN}
 """Whether A > 0 -> the advantage of the probes."""
 POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
 """Shifts at which every curve is read, upwards and, with the other sign, downwards."""
-SMALL, FAR = 5 * STEP, 25.0
-_SHIFTS = (SMALL, 0.1, 0.5, 1.0, 2.0, FAR)
+SMALL = 5 * STEP
+_SHIFTS = (SMALL, 0.1, 0.5, 1.0, 2.0, 3.0)
 SHIFTS = torch.tensor([*(-x for x in reversed(_SHIFTS)), *_SHIFTS], dtype=torch.float64)
-"""Shifts at which every probe is read: the inner two give a second derivative, the outer two show exp without bound."""
+"""Shifts at which every probe is read, as far as it goes; the inner two give a second derivative."""
+FAR = torch.cat([-torch.arange(3.5, 25), torch.arange(3.5, 25)]).double()
+"""Shifts of a single token that show where exponents are bounded."""
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()
 FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
+FORMS["k3 of the reverse direction"] = (-TO_REFERENCE).exp() - 1
 """Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
 ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
@@ -60,11 +63,6 @@ DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 """From the lengths of the responses, (rows,), and the width of the batch: the denominator of each or of all."""
 UNKNOWN = "none of the known"
-
-
-def shifts_of(probe: Probe) -> Tensor:
-    """Returns `SHIFTS`, as far as a probe goes: one token alone can be anywhere."""
-    return SHIFTS if probe is probes.DRIFT else SHIFTS.clamp(-3.0, probe.highest)
 
 
 @dataclass
@@ -94,9 +92,9 @@ class Readings:
 
     @cached_property
     def flat(self) -> Tensor:
-        """The gradient for each advantage where all policies are equal and all log-probs too, which are -1 there."""
+        """The gradient for each advantage where all log-probs are equal, and nearly 0 as what a shift fills in."""
         batch, _ = self.neutral["plain"]
-        same = {name: torch.full_like(batch[name], -1.0) for name in (*POLICIES, "reference")}
+        same = {name: torch.full_like(batch[name], -1e-6) for name in (*POLICIES, "reference")}
         return self.loss.policy_gradient({**batch, **same})
 
     @cached_property
@@ -155,9 +153,9 @@ class Readings:
         above, below = (self.exponents[positive, policy, "own", side] for side in (1, -1))
         return abs(above - below)
 
-    def level(self, positive: bool = True) -> str:
-        """Returns over which tokens the ratio of the current policy is taken, near a ratio of 1."""
-        before, after = (abs(self.exponent(positive, "current", place)) for place in ("before", "after"))
+    def level(self, positive: bool = True, policy: str = "current") -> str:
+        """Returns over which tokens the ratio of a policy is taken, near a ratio of 1."""
+        before, after = (abs(self.exponent(positive, policy, place)) for place in ("before", "after"))
         if max(before, after) < 1e-4:
             return "token"
         if before < 1e-4:
@@ -181,9 +179,9 @@ class Readings:
 
     @cached_property
     def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
-        """The weights at `shifts_of` each probe."""
+        """The weights at `SHIFTS`, as far as each probe goes."""
         return {
-            (probe, positive): self.weights(probe, shifts_of(probe), advantage)
+            (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
             for probe, (positive, advantage) in product(probes.PROBES, SIGNS.items())
         }
 
@@ -305,6 +303,35 @@ class Readings:
             if int(changes.sum()) > 2 and not bool((changes[1:] & changes[:-1]).any()):
                 return True
         return False
+
+    def label(self, probe: Probe) -> str:
+        """Returns the name of a probe, with the policies that are read."""
+        return probe.name if self._reads_proximal else probe.name.replace("π/π_old", "π/μ").replace("π_old/μ", "π/μ")
+
+    @cached_property
+    def _reads_proximal(self) -> bool:
+        after = self.loss.read({**RANDOM[1], "proximal": RANDOM[1]["proximal"] - 0.3})
+        return not torch.equal(after.gradient, self.random[1].gradient)
+
+    def of_tokens(self, packed: bool) -> list[tuple[Tensor, Tensor]]:
+        """Returns masks and gradients where the advantages of a response differ; none if it takes one for each.
+
+        packed: with ids of responses, by which an objective allows what it refuses without.
+        """
+        drifted = [probe.batch(torch.tensor([3.0, -3.0]).double(), UP) for probe in ONES]
+        result = []
+        for batch in (*drifted, RANDOM[-1]):
+            advantage = batch["advantage"].repeat(1, batch["mask"].shape[1])
+            advantage[:, MOVED] *= -1
+            ids = {"sequence_ids": torch.arange(len(advantage))[:, None].expand_as(advantage)} if packed else {}
+            try:
+                reading = self.loss.read({**batch, **ids, "advantage": advantage})
+            except Exception:  # what others' code raises for another shape
+                return []
+            if not bool(reading.by_advantage[:, MOVED].any()):
+                return []
+            result.append((batch["mask"], reading.gradient))
+        return result
 
     @cached_property
     def random(self) -> list[Reading]:
