@@ -29,8 +29,9 @@ def _of_probe(mine: Readings, theirs: Readings, probe: Probe, name: str) -> list
     if not changed or _of_mean(mine, theirs, probe, changed):
         return []
     kind, remedy = _cause(mine, theirs, probe, changed)
+    shown = changed[:1] if kind == "level" else changed
     sides = [
-        f"{SIDES[side]} the gradient's weight {describe(a[side])}, in {name} it {describe(b[side])}" for side in changed
+        f"{SIDES[side]} the gradient's weight {describe(a[side])}, in {name} it {describe(b[side])}" for side in shown
     ]
     return [(kind, f"{theirs.label(probe)}: {'; '.join(sides)}: {remedy}")]
 

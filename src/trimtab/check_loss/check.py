@@ -94,11 +94,9 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
             differences = Comparison(readings, reference(objective), objective.name).differences()
             found = [Candidate((("name", objective.name),), tuple(differences))]
     ignored = tuple(sorted({one.kind for one in found[0].differences} & set(ignore)))
-    kept = [[d for d in one.differences if d.kind not in ignore] for one in found]
-    rest = [tuple(d for d in one if d.kind not in NOTES) for one in kept]
-    notes = [d for d in kept[0] if d.kind in NOTES]
-    found = [replace(one, differences=differences) for one, differences in zip(found, rest, strict=True)]
+    notes = [one for one in found[0].differences if one.kind in NOTES and one.kind not in ignore]
+    left_out = {*ignore, *NOTES}
+    found = [replace(one, differences=tuple(d for d in one.differences if d.kind not in left_out)) for one in found]
     nearest = [one for one in found if not one.differences] or found[:1]
-    if objective is None:
-        return Answer(loss.name, "", nearest[0].differences, nearest, notes, loss.inputs, ignored)
-    return Answer(loss.name, spec or objective.name, nearest[0].differences, [], notes, loss.inputs, ignored)
+    shown, spec = (nearest, "") if objective is None else ([], spec or objective.name)
+    return Answer(loss.name, spec, nearest[0].differences, shown, notes, loss.inputs, ignored)

@@ -139,7 +139,7 @@ class Comparison:
 
     def _neighbors(self) -> bool:
         """Whether a response changes the gradient of others, and why."""
-        parts = self.mine.splits["two"]
+        parts = self.mine.split
         if any(float(part.max() - part.min()) > 1e-6 for part in parts):
             times = f"in a micro-batch the gradients of tokens are {_range(torch.cat(parts))} times those in the whole"
             self._add("batch-statistics", f"{times}: what a token counts depends on the others of its micro-batch")
@@ -226,11 +226,11 @@ class Comparison:
     def _shape(self) -> None:
         """The largest difference of the weights of a probe at `SHIFTS`."""
         for probe, positive in product(PROBES, SIGNS):
-            own, other = (one.curves[probe, positive] for one in (self.mine, self.theirs))
-            gap = _relative(own, other)
-            if float(gap.max()) > 1e-6:
-                at = self._at(positive, SHIFTS.clamp(max=probe.highest), own, other, int(gap.argmax()))
-                self._add("shape", f"{self.theirs.label(probe)}: {at}")
+            shifts = SHIFTS.clamp(max=probe.highest)
+            if found := self._apart(
+                positive, shifts, *(one.curves[probe, positive] for one in (self.mine, self.theirs))
+            ):
+                self._add("shape", f"{self.theirs.label(probe)}: {found[1]}")
                 return
 
     def _exponent(self) -> None:
@@ -239,17 +239,21 @@ class Comparison:
         if self._has(*others, "normalized-advantage", "batch-statistics"):
             return
         for positive, advantage in SIGNS.items():
-            own, other = (one.weights(DRIFT, FAR, advantage) for one in (self.mine, self.theirs))
-            gap = _relative(own, other)
-            if bool((apart := gap > 1e-6).any()):
-                reach = f"gradients are equal for |log-ratio| <= {math.floor(float(FAR.abs()[apart].min()))}"
-                at = self._at(positive, FAR, own, other, int(gap.argmax()))
-                self._add("exponent", f"{reach}, {at}: {self.name} clamps log-ratios to ±20 before exp")
+            weights = (one.weights(DRIFT, FAR, advantage) for one in (self.mine, self.theirs))
+            if found := self._apart(positive, FAR, *weights):
+                reach = f"gradients are equal for |log-ratio| <= {math.floor(found[0])}"
+                self._add("exponent", f"{reach}, {found[1]}: {self.name} clamps log-ratios to ±20 before exp")
                 return
 
-    def _at(self, positive: bool, shifts: Tensor, own: Tensor, other: Tensor, place: int) -> str:
-        where = f"for A {'>' if positive else '<'} 0 and a log-ratio of {float(shifts[place]):.4g}"
-        return f"{where} the weight is {float(own[place]):.4g}, in {self.name} {float(other[place]) + 0:.4g}"
+    def _apart(self, positive: bool, shifts: Tensor, own: Tensor, other: Tensor) -> tuple[float, str] | None:
+        """Returns the smallest shift at which weights differ, and the largest difference in words; None without one."""
+        gap = ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
+        if float(gap.max()) <= 1e-6:
+            return None
+        worst = int(gap.argmax())
+        where = f"for A {'>' if positive else '<'} 0 and a log-ratio of {float(shifts[worst]):.4g}"
+        values = f"{float(own[worst]):.4g}, in {self.name} {float(other[worst]) + 0:.4g}"
+        return float(shifts.abs()[gap > 1e-6].min()), f"{where} the weight is {values}"
 
     def _zero_advantage(self) -> None:
         """KL, entropy and regression: what is left where advantages are 0."""
@@ -281,15 +285,10 @@ class Comparison:
         elif own != UNKNOWN and abs(factor / expected - 1) > 1e-6 and not self._has("sign"):
             times = f"the gradient is {factor / expected:.4g} times as large at every token"
             self._add("scale", f"{times}: change the factor of the loss")
-        joined = {name: torch.cat(parts) for name, parts in self.mine.splits.items()}
-        uneven = [name for name, own in joined.items() if not _gap(own, torch.cat(self.theirs.splits[name])) <= 1e-6]
-        if uneven and not self._has("batch-statistics"):
+        mine, theirs = (torch.cat(one.split) for one in (self.mine, self.theirs))
+        if not _gap(mine, theirs) <= 1e-6 and not self._has("batch-statistics"):
+            times = f"two micro-batches together give {_range(mine)} times the gradient of the whole"
             remedy = "divide by the count of the whole update (parameters `tokens` and `responses` get it)"
-            if "two of as many responses" not in uneven:
-                remedy = "it is right only where each micro-batch holds as many responses"
-            times = (
-                f"{uneven[0]} micro-batches together give {_range(joined[uneven[0]])} times the gradient of the whole"
-            )
             self._add("micro-batches", f"{times}: {remedy}")
 
     def _inputs(self) -> None:
@@ -332,10 +331,6 @@ def _counts_kept(own: Tensor, other: Tensor, mask: Tensor) -> bool:
         return False
     shares = kept.sum() / mask.sum(), kept.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     return any(_gap((times * share)[kept], torch.ones(())) < 1e-6 for share in shares)
-
-
-def _relative(own: Tensor, other: Tensor) -> Tensor:
-    return ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
 
 
 def _kl_words(readings: Readings) -> str:

@@ -80,12 +80,9 @@ def _answer(
     answer = check(loss, expected, spec=spec, ignore=ignore)
     found = {**answer.as_dict(), "text": answer.text()}
     if command:
-        from trimtab.check_loss.identification import reference
         from trimtab.check_loss.loss_page import page
-        from trimtab.check_loss.readings import Readings
 
-        compared = expected or from_section(dict(answer.nearest[0].settings))
-        found["html"] = page(answer, Readings(loss), reference(compared), command)
+        found["html"] = page(answer, loss, expected or from_section(dict(answer.nearest[0].settings)), command)
     return found
 
 

@@ -9,8 +9,10 @@ import torch
 from matplotlib.axes import Axes
 
 from trimtab.check_loss.check import NOT_JUDGED, Answer
-from trimtab.check_loss.probes import DRIFT, MISMATCH, Probe
+from trimtab.check_loss.identification import reference
+from trimtab.check_loss.probes import DRIFT, MISMATCH, Loss, Probe
 from trimtab.check_loss.readings import SIGNS, Readings
+from trimtab.objectives import Objective
 from trimtab.pages.charts import BLUE, INK, VERMILLION, digits, draw, log_ticks
 from trimtab.pages.page import Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
 
@@ -20,17 +22,17 @@ HOW_TO_READ = (
 )
 
 
-def page(answer: Answer, mine: Readings, theirs: Readings, command: str) -> str:
-    """Returns the page as HTML. theirs: of the objective. command: the command line, for a reader who was not there."""
-    found = [("Differences", answer.differences), ("Notes", answer.notes)]
+def page(answer: Answer, loss: Loss, objective: Objective, command: str) -> str:
+    """Returns the page as HTML. command: the command line, for a reader who was not there."""
+    mine, theirs = Readings(loss), reference(objective)
     sections = [Section("", [Verdict("good" if answer.equal else "warn", [("verdict", answer.verdict)])])]
-    for title, differences in found:
-        rows = [[Cell(one.kind, note=one.text)] for one in differences]
-        sections += [Section(title, [Table(("what differs, and what to change",), rows)])] if rows else []
+    if rows := [[Cell(one.kind, note=one.text)] for one in (*answer.differences, *answer.notes)]:
+        sections.append(Section("Differences", [Table(("what differs, and what to change",), rows)]))
     names = {theirs.label(probe): probe for probe in (DRIFT, MISMATCH)}
-    spec = (answer.spec or answer.nearest[0].name).partition(":")[0]
     charts = [
-        Chart(f"Against {name}", draw(name, partial(_paint, mine=mine, theirs=theirs, probe=probe, name=spec)))
+        Chart(
+            f"Against {name}", draw(name, partial(_paint, mine=mine, theirs=theirs, probe=probe, name=objective.name))
+        )
         for name, probe in names.items()
     ]
     sections.append(Section("Weight of the gradient", [Note(HOW_TO_READ), Charts(charts)]))

@@ -6,28 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise, product
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from trimtab.check_loss import probes
 from trimtab.check_loss.bends import Bends, find_bends
-from trimtab.check_loss.probes import (
-    DOWN,
-    MOVED,
-    POLICIES,
-    STEP,
-    TOKENS,
-    UP,
-    Batch,
-    Loss,
-    Probe,
-    Reading,
-    Update,
-    of_lengths,
-    of_rows,
-)
+from trimtab.check_loss.probes import DOWN, MOVED, POLICIES, STEP, TOKENS, UP, Batch, Loss, Probe, Reading, Update
 
 SIGNS = {True: UP, False: DOWN}
 """Whether A > 0 -> the advantage of the probes."""
@@ -46,8 +32,6 @@ FORMS["k3 of the reverse direction"] = (-TO_REFERENCE).exp() - 1
 NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
 ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
 PLACES = {"own": MOVED, "before": 0, "after": 3}
-SPLITS = {"two": ([6, 3, 4, 1, 5], (2, 5)), "two of as many responses": ([6, 3, 4, 1], (2, 4))}
-"""Lengths of responses, and the rows after which a micro-batch ends."""
 SPREADS = (5e-5, 2e-3, 0.1, 0.6)
 """Nats between the policies of the random batches."""
 RANDOM = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
@@ -76,10 +60,10 @@ class Readings:
     def neutral(self) -> Mapping[str, tuple[Batch, Tensor]]:
         """Batches where all policies are equal, and the gradient for each advantage."""
         batches = {
-            "plain": of_lengths([6, 3, 4, 1]),
-            "wide": of_lengths([6, 3, 4, 1], 12),
-            "empty": of_lengths([6, 3, 4, 1, 0]),
-            "more": of_lengths([6, 3, 4, 1, 6, 6, 2]),
+            "plain": probes.of_lengths([6, 3, 4, 1]),
+            "wide": probes.of_lengths([6, 3, 4, 1], 12),
+            "empty": probes.of_lengths([6, 3, 4, 1, 0]),
+            "more": probes.of_lengths([6, 3, 4, 1, 6, 6, 2]),
         }
         return {name: (batch, self.loss.policy_gradient(batch)) for name, batch in batches.items()}
 
@@ -116,7 +100,7 @@ class Readings:
     @cached_property
     def scale(self) -> float:
         """The gradient of a token of `of_rows(8, ...)` where all policies are equal."""
-        return float(self.loss.policy_gradient(of_rows(8, 1.0))[0, MOVED]) or 1.0
+        return float(self.loss.policy_gradient(probes.of_rows(8, 1.0))[0, MOVED]) or 1.0
 
     @cached_property
     def homogeneity(self) -> float:
@@ -132,7 +116,7 @@ class Readings:
         """d log weight / d log-prob by sign of A, policy, place of the token (`PLACES`) and side (1 or -1)."""
         result = {}
         for positive, advantage in SIGNS.items():
-            batch = of_rows(1 + 2 * len(POLICIES), advantage)
+            batch = probes.of_rows(1 + 2 * len(POLICIES), advantage)
             sides = [(policy, side) for policy in POLICIES for side in (1, -1)]
             for row, (policy, side) in enumerate(sides, 1):
                 batch[policy][row, MOVED] += side * STEP
@@ -199,19 +183,15 @@ class Readings:
         return result
 
     @cached_property
-    def splits(self) -> Mapping[str, list[Tensor]]:
-        """The gradient of each micro-batch over that of the whole, at its trained tokens."""
-        result = {}
-        for name, (lengths, ends) in SPLITS.items():
-            batch = of_lengths(lengths)
-            batch["current"] = batch["current"] + STEP / 10
-            whole = self.loss.read(batch).gradient
-            update = Update(batch, len(ends))
-            result[name] = []
-            for start, end in pairwise((0, *ends)):
-                part = {key: value[start:end] for key, value in batch.items()}
-                shares = self.loss.read(part, update).gradient / whole[start:end]
-                result[name].append(shares[part["mask"]])
+    def split(self) -> list[Tensor]:
+        """The gradient of each of two micro-batches over that of the whole, at its trained tokens."""
+        batch = probes.of_lengths([6, 3, 4, 1, 5])
+        batch["current"] = batch["current"] + STEP / 10
+        whole = self.loss.read(batch).gradient
+        result = []
+        for rows in (slice(2), slice(2, None)):
+            part = {key: value[rows] for key, value in batch.items()}
+            result.append((self.loss.read(part, Update(batch, 2)).gradient / whole[rows])[part["mask"]])
         return result
 
     @cached_property
@@ -220,7 +200,7 @@ class Readings:
 
         At `TO_REFERENCE`, then twice at 0.5: where the sampler, and where the proximal policy is 0.5 away.
         """
-        batch = of_rows(8, 0.0)  # as for `scale`
+        batch = probes.of_rows(8, 0.0)  # as for `scale`
         batch["reference"][:, MOVED] += torch.cat([TO_REFERENCE, TO_REFERENCE.new_full((2,), 0.5)])
         batch["behavior"][-2, MOVED] -= 0.5
         batch["proximal"][-1, MOVED] -= 0.5
