@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.check_loss.bends import describe, mirrored, same
+from trimtab.check_loss.bends import describe, same
 from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, MISMATCH_ALL, PROBES, TOKENS, Probe
 from trimtab.check_loss.readings import Readings
 
@@ -40,7 +40,8 @@ def _cause(mine: Readings, theirs: Readings, probe: Probe, changed: list[Side]) 
     """Returns the kind of difference, and what to change."""
     a, b, current = mine.bends(probe), theirs.bends(probe), probe.policy == "current"
     upper, lower = b[True, 1], b[False, -1]
-    if any(b.values()) and all(same(a[positive, side], mirrored(b[positive, -side])) for positive, side in SIDES):
+    mirrored = {side: tuple(replace(bend, x=-bend.x) for bend in bends) for side, bends in b.items()}
+    if any(b.values()) and all(same(a[positive, side], mirrored[positive, -side]) for positive, side in SIDES):
         return "inverse", "bound the ratio, not its inverse"
     if current and upper and not a[True, 1] and not a[False, -1] and a[False, 1] and same(a[True, -1], lower):
         return "min-max", "the clip holds back what it should let pass, swap min and max"
@@ -78,15 +79,14 @@ def _of_sum(readings: Readings, probe: Probe, side: Side) -> bool | None:
 
 def _of_mean(mine: Readings, theirs: Readings, probe: Probe, changed: list[Side]) -> bool:
     """Whether the bounds are on means over the response, which the probe of a response shows as they are."""
-    whole = {DRIFT: DRIFT_ALL, MISMATCH: MISMATCH_ALL}.get(probe)
-    return whole is not None and all(
-        not same(mine.bends(whole)[side], theirs.bends(whole)[side])
-        and any(
-            _of_sum(one, whole, side) is False and not same(one.bends(probe)[side], one.bends(whole)[side])
-            for one in (mine, theirs)
-        )
-        for side in changed
-    )
+    if (whole := {DRIFT: DRIFT_ALL, MISMATCH: MISMATCH_ALL}.get(probe)) is None:
+        return False
+    for side in changed:
+        apart = [one for one in (mine, theirs) if not same(one.bends(probe)[side], one.bends(whole)[side])]
+        differs = not same(mine.bends(whole)[side], theirs.bends(whole)[side])
+        if not differs or not any(_of_sum(one, whole, side) is False for one in apart):
+            return False
+    return True
 
 
 def _rejected(mine: Readings, theirs: Readings, probe: Probe) -> str:

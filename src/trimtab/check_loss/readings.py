@@ -106,9 +106,8 @@ class Readings:
     def homogeneity(self) -> float:
         """Gradient where all advantages are three times as large, over three times that before: 1 for a linear loss."""
         batch, _ = self.neutral["plain"]
-        zero, one, three = (
-            self.loss.read({**batch, "advantage": k * batch["advantage"]}).gradient[0, 0] for k in (0, 1, 3)
-        )
+        scaled = ({**batch, "advantage": times * batch["advantage"]} for times in (0, 1, 3))
+        zero, one, three = (self.loss.read(batch).gradient[0, 0] for batch in scaled)
         return float((three - zero) / (3 * (one - zero)))
 
     @cached_property
@@ -259,10 +258,8 @@ class Readings:
         """
         result = {}
         for x, (positive, advantage), probe in product(NEIGHBOR_SHIFTS, SIGNS.items(), ONES):
-            before, after = (
-                self.loss.policy_gradient(probe.batch(torch.tensor([shift, 0.0]).double(), advantage))
-                for shift in (0.0, x)
-            )
+            batches = (probe.batch(torch.tensor([shift, 0.0]).double(), advantage) for shift in (0.0, x))
+            before, after = map(self.loss.policy_gradient, batches)
             result[x, positive, probe] = (after / before)[:, :TOKENS]
         return result
 
@@ -286,31 +283,26 @@ class Readings:
 
     def label(self, probe: Probe) -> str:
         """Returns the name of a probe, with the policies that are read."""
-        return probe.name if self._reads_proximal else probe.name.replace("π/π_old", "π/μ").replace("π_old/μ", "π/μ")
-
-    @cached_property
-    def _reads_proximal(self) -> bool:
-        after = self.loss.read({**RANDOM[1], "proximal": RANDOM[1]["proximal"] - 0.3})
-        return not torch.equal(after.gradient, self.random[1].gradient)
+        one_ratio = "proximal" not in self.loss.inputs
+        return probe.name.replace("π/π_old", "π/μ").replace("π_old/μ", "π/μ") if one_ratio else probe.name
 
     def of_tokens(self, packed: bool) -> list[tuple[Tensor, Tensor]]:
         """Returns masks and gradients where the advantages of a response differ; none if it takes one for each.
 
         packed: with ids of responses, by which an objective allows what it refuses without.
         """
-        drifted = [probe.batch(torch.tensor([3.0, -3.0]).double(), UP) for probe in ONES]
         result = []
-        for batch in (*drifted, RANDOM[-1]):
-            advantage = batch["advantage"].repeat(1, batch["mask"].shape[1])
-            advantage[:, MOVED] *= -1
-            ids = {"sequence_ids": torch.arange(len(advantage))[:, None].expand_as(advantage)} if packed else {}
+        for batch in (*(probe.batch(torch.tensor([3.0, -3.0]).double(), UP) for probe in ONES), RANDOM[-1]):
+            mask, ids = batch["mask"], torch.arange(len(batch["mask"]))[:, None].expand_as(batch["mask"])
+            advantage = torch.where(torch.arange(mask.shape[1]) == MOVED, -batch["advantage"], batch["advantage"])
+            given = {**batch, "advantage": advantage, **({"sequence_ids": ids} if packed else {})}
             try:
-                reading = self.loss.read({**batch, **ids, "advantage": advantage})
+                reading = self.loss.read(given)
             except Exception:  # what others' code raises for another shape
                 return []
             if not bool(reading.by_advantage[:, MOVED].any()):
                 return []
-            result.append((batch["mask"], reading.gradient))
+            result.append((mask, reading.gradient))
         return result
 
     @cached_property
