@@ -130,7 +130,7 @@ PLANS = {
     ),
     "trimtab doctor": Plan(says="torch"),
     "trimtab preflight laboratory": Plan(says="fit to train"),
-    "trimtab check-loss my_loss.py:grpo_loss --as grpo": Plan(needs=("loss",), says="1 diff.*nan.*note: exponent", code=1),
+    "trimtab check-loss my_loss.py:grpo_loss --as grpo": Plan(needs=("loss",), says="1 diff.*nan.*note: exp", code=1),
 }
 INSTALL = "pip install '.[diagnose]'"  # test_wheel.py installs; the extra's packages: tests/support/installed.py
 # Targets with the run each starts, which is run as well; None: what the target does is only printed (`make -n`).
