@@ -152,10 +152,11 @@ def names(seed: int = 0) -> None:
 def reports() -> None:
     for title, name, function, kinds in REPORTS:
         answer = check(of_function(function), trimtab.objective(name), spec=name)
-        hits = [one for one in answer.differences if one.kind in kinds]
-        place = answer.differences.index(hits[0]) + 1 if hits else 0
-        print(f"{title}, as {name}: {f'difference {place} of {len(answer.differences)}' if hits else 'NOT NAMED'}")
-        for one in hits[:1] or answer.differences:
+        found = [*answer.differences, *answer.notes]
+        hits = [one for one in found if one.kind in kinds]
+        place = found.index(hits[0]) + 1 if hits else 0
+        print(f"{title}, as {name}: {f'difference {place} of {len(found)}' if hits else 'NOT NAMED'}")
+        for one in hits[:1] or found:
             print(f"    {one.kind}: {one.text}")
 
 

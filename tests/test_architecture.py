@@ -22,7 +22,7 @@ LEAVES = {"types", "errors", "files", "plugins", "text"}
 # its packages. Only `cli`, `api` and `__main__` may import everything.
 ALLOWED: dict[str, set[str]] = {
     "adapters": {"corrections", "objectives", "monitor"},
-    "check_loss": {"corrections", "objectives", "trainer.sandbox"},
+    "check_loss": {"corrections", "objectives", "pages", "trainer.sandbox"},
     "corrections": set(),
     "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "intervals"},
     "monitor": {"objectives", "corrections"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,11 +45,6 @@ def same(mine: Bends, theirs: Bends) -> bool:
     return len(mine) == len(theirs) and all(a.same(b) for a, b in zip(mine, theirs, strict=True))
 
 
-def mirrored(bends: Bends) -> Bends:
-    """Returns the bends at the inverse ratios."""
-    return tuple(replace(bend, x=-bend.x) for bend in bends)
-
-
 def describe(bends: Bends) -> str:
     return ", then ".join(map(str, bends)) or "is unbounded"
 
@@ -60,7 +55,8 @@ def find_bends(curve: Curve, points: Tensor) -> Bends:
     points: log-ratios of one sign, nearest to 0 first, of which the first gives the exponent at 1.
     """
     weights = curve(points)
-    start, level, slope = 0.0, 1.0, _slope(float(weights[0]), float(points[0]))
+    start, level, near = 0.0, 1.0, float(weights[0])
+    slope = (math.log(near) if near > 0 else near - 1) / float(points[0])
     found: list[Bend] = []
     while len(found) < MOST:
         beyond = points.abs() > abs(start)
@@ -76,10 +72,6 @@ def find_bends(curve: Curve, points: Tensor) -> Bends:
             break
         start, level, slope = x, bend.value, slope_after
     return tuple(found)
-
-
-def _slope(weight: float, x: float) -> float:
-    return (math.log(weight) if weight > 0 else weight - 1) / x
 
 
 def _off(weights: Tensor, points: Tensor, start: float, level: float, slope: float) -> Tensor:

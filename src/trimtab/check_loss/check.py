@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trimtab.check_loss.differences import KINDS, Comparison, Difference
+from trimtab.check_loss.differences import KINDS, NOTES, Comparison, Difference
 from trimtab.check_loss.identification import Candidate, identify, reference
 from trimtab.check_loss.probes import Loss
 from trimtab.check_loss.readings import Readings
@@ -25,14 +25,16 @@ class Answer:
     """What was found.
 
     spec: the objective that was asked for, "" without one. nearest: where none was asked for, what the loss is or is
-    nearest to. differences: from the objective, or from the first of `nearest`. inputs: how the function was called.
-    ignored: kinds of differences that were found and do not count; what they hide is not probed.
+    nearest to. differences: from the objective, or from the first of `nearest`. notes: what differs and may in a right
+    loss. inputs: how the function was called. ignored: kinds of differences that were found and do not count; what they
+    hide is not probed.
     """
 
     function: str
     spec: str
     differences: Sequence[Difference]
     nearest: Sequence[Candidate]
+    notes: Sequence[Difference]
     inputs: str
     ignored: Sequence[str]
 
@@ -47,7 +49,8 @@ class Answer:
         if self.equal and self.ignored:
             return f"{self.function} is {name} but for what is ignored ({', '.join(self.ignored)}), which may hide more"
         if self.equal:
-            return f"{self.function} is {name}: gradients are equal in all probes and on random batches"
+            noted = ", except as noted" if self.notes else ""
+            return f"{self.function} is {name}{noted}: gradients are equal in all probes and on random batches"
         count = len(self.differences)
         listed = f"{count} differences, the most harmful first" if count > 1 else "1 difference"
         return f"{self.function} is {'not' if self.spec else 'nearest to'} {name}: {listed}"
@@ -63,6 +66,7 @@ class Answer:
         lines = [self.verdict]
         width = max((len(one.kind) for one in self.differences), default=0)
         lines += ["", *(f"  {one.kind:<{width}}  {one.text}" for one in self.differences)] if self.differences else []
+        lines += ["", *(f"  note: {one.kind}  {one.text}" for one in self.notes)] if self.notes else []
         if self.nearest:
             lines += ["", f"in a recipe, [objective]: {', '.join(self.nearest[0].lines)}"]
             lines += [self.others] if self.others else []
@@ -90,8 +94,9 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
             differences = Comparison(readings, reference(objective), objective.name).differences()
             found = [Candidate((("name", objective.name),), tuple(differences))]
     ignored = tuple(sorted({one.kind for one in found[0].differences} & set(ignore)))
-    found = [replace(one, differences=tuple(d for d in one.differences if d.kind not in ignore)) for one in found]
+    notes = [one for one in found[0].differences if one.kind in NOTES and one.kind not in ignore]
+    left_out = {*ignore, *NOTES}
+    found = [replace(one, differences=tuple(d for d in one.differences if d.kind not in left_out)) for one in found]
     nearest = [one for one in found if not one.differences] or found[:1]
-    if objective is None:
-        return Answer(loss.name, "", nearest[0].differences, nearest, loss.inputs, ignored)
-    return Answer(loss.name, spec or objective.name, nearest[0].differences, [], loss.inputs, ignored)
+    shown, spec = (nearest, "") if objective is None else ([], spec or objective.name)
+    return Answer(loss.name, spec, nearest[0].differences, shown, notes, loss.inputs, ignored)

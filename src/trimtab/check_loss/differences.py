@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from trimtab.check_loss.bends import describe, mirrored, same
-from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, TOKENS, Batch, Probe, Update
-from trimtab.check_loss.readings import ONES, RANDOM, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings, shifts_of
+from trimtab.check_loss.bounds import differing_bounds
+from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, Batch, Update
+from trimtab.check_loss.readings import FAR, ONES, RANDOM, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
 
 KINDS = (
     *("rounding", "no-gradient", "dropped", "alignment", "sign", "normalized-advantage", "live-weight"),
@@ -20,9 +20,10 @@ KINDS = (
     *("micro-batches", "input", "unexplained", "exponent", "nan", "value"),
 )
 """Kinds of differences, most harmful first, as far as one does not hide another."""
+NOTES = ("exponent",)
+"""Kinds that a right loss may have."""
 NAMES = {"current": "π", "proximal": "π_old", "behavior": "μ"}
-SIDES = {(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1"}
-SIDES |= {(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"}
+NOT_COUNTED = "tokens that the mask rejects are not counted, count them"
 LEVELS = {
     "token": "ratio of the token",
     "sequence": "product over the response",
@@ -60,7 +61,7 @@ class Comparison:
             if not self._has("normalized-advantage") and not self._neighbors():
                 self._ratio()
                 if not self._has("log-ratio", "policy", "level", "kink", "shape"):
-                    self._bends()
+                    self.found += [Difference(*one) for one in differing_bounds(self.mine, self.theirs, self.name)]
                 if not self.found:
                     self._shape()
             self._zero_advantage()
@@ -68,7 +69,7 @@ class Comparison:
         if not unread:
             self._denominator()
             self._defaults()
-        for rest in (self._inputs, self._random):
+        for rest in (self._inputs, self._random, self._of_tokens):
             if all(one.kind == "micro-batches" for one in self.found):
                 rest()
         if not hidden:
@@ -92,8 +93,9 @@ class Comparison:
         gradient, flat = (own / other)[mask], (self.mine.flat / self.theirs.flat)[mask]
         same_value = _gap(self.mine.by_advantage / self.theirs.by_advantage, torch.ones(())) < 1e-9
         if not same_value and _gap(gradient, flat) > 1e-6:
-            where = f"where all policies are equal the log-probs change the gradient {_range(gradient / flat)} times"
-            self._add("alignment", f"{where}: those of a policy are of other tokens, one too early or too late?")
+            where = "where all policies are equal, but log-probs of tokens are not, the gradient is"
+            shifted = "those of a policy are of other tokens, one too early or too late?"
+            self._add("alignment", f"{where} {_range(gradient / flat)} times as large: {shifted}")
             return
         if self._dropped(own, other, batch):
             return
@@ -137,26 +139,23 @@ class Comparison:
 
     def _neighbors(self) -> bool:
         """Whether a response changes the gradient of others, and why."""
-        parts = self.mine.splits["two"]
+        parts = self.mine.split
         if any(float(part.max() - part.min()) > 1e-6 for part in parts):
             times = f"in a micro-batch the gradients of tokens are {_range(torch.cat(parts))} times those in the whole"
             self._add("batch-statistics", f"{times}: what a token counts depends on the others of its micro-batch")
             return True
         for (x, positive, probe), own in self.mine.neighbors.items():
             other = self.theirs.neighbors[x, positive, probe]
-            zero, others, row = own == 0, own[[0, 2]], own[1]
-            where = f"where {probe.name.partition(' ')[0]} is {math.exp(x):.3g}"
-            for part, rest, expected in ((own, others, other[[0, 2]]), (row, row[~zero[1]], other[1][~zero[1]])):
-                kept = int(part.count_nonzero())
-                times = part.numel() / max(kept, 1)
-                if 0 < kept < part.numel() and max(_gap(rest, times + 0 * rest), _gap(expected, 1 + 0 * rest)) < 1e-6:
-                    text = f"{where} in one place, the other tokens have {times:.4g} times the gradient"
-                    self._add("denominator", f"{text}: tokens that the mask rejects are not counted, count them")
-                    return True
+            where = f"where {self.theirs.label(probe).partition(' ')[0]} is {math.exp(x):.3g}"
+            if _counts_kept(own, other, torch.ones_like(own, dtype=torch.bool)):
+                text = f"{where} in one place, the other tokens have {float(own.max()):.4g} times the gradient"
+                self._add("denominator", f"{text}: {NOT_COUNTED}")
+                return True
+            others = own[[0, 2]]
             if not _gap(others, other[[0, 2]]) <= 1e-6:
                 text = f"the gradient of a response is {_range(others)} times as large {where} in another one"
                 remedy = "another response's drift must not change it, is a sum or mean over the wrong axis?"
-                if not bool(zero.any()) and abs(float(own.mean()) - 1) < 1e-6:
+                if bool(own.all()) and abs(float(own.mean()) - 1) < 1e-6:
                     remedy = "the weights are divided by their mean over the batch"
                 self._add("batch-statistics", f"{text}, in {self.name} {_range(other[[0, 2]])}: {remedy}")
                 return True
@@ -164,14 +163,18 @@ class Comparison:
 
     def _defaults(self) -> None:
         """Whether the default of a count is that of the batch."""
-        shifts, loss = torch.tensor([3.0, -3.0]).double(), self.mine.loss
+        shifts, loss, said = torch.tensor([3.0, -3.0]).double(), self.mine.loss, ""
         for batch in (*(probe.batch(shifts, advantage) for probe in ONES for advantage in SIGNS.values()), *RANDOM):
             own, other = loss.read(batch, Update(batch, counted=False)).gradient, loss.read(batch).gradient
             if _gap(own.nan_to_num(), other.nan_to_num()) > 1e-9 * float(other.nan_to_num().abs().max()):
                 times = _range(own / other)
-                text = f"called without the counts of the update, one batch has {times} times the gradient with them"
-                self._add("default", f"{text}: the default must be the count of the batch")
-                return
+                text = f"called without the counts of the update, one batch has {times} times the gradient with them: "
+                said = said or f"{text}the default must be the count of the batch"
+                if _counts_kept(own, other, batch["mask"]):
+                    said = f"{text}{NOT_COUNTED}"
+                    break
+        if said:
+            self._add("default", said)
 
     def _ratio(self) -> None:
         """Which policies are compared, at which level, by the local exponents."""
@@ -180,8 +183,8 @@ class Comparison:
             slopes = [one.exponent(positive, probe.policy) for one in (mine, theirs)]
             straight = abs(mine.curvature(probe, positive)) < 1e-3 < 0.01 < theirs.curvature(probe, positive)
             if straight and abs(slopes[0] - slopes[1]) < 2e-3:
-                text = f"{probe.name}: the weight grows with log r, not with r: exp of the log-ratio is missing"
-                self._add("log-ratio", text)
+                text = "the weight grows with log r, not with r: exp of the log-ratio is missing"
+                self._add("log-ratio", f"{theirs.label(probe)}: {text}")
                 return
         differing = [key for key, value in theirs.exponents.items() if not abs(mine.exponents[key] - value) < 2e-3]
         if not differing:
@@ -191,7 +194,7 @@ class Comparison:
         own, other = ({name: one.exponent(positive, name) for name in NAMES} for one in (mine, theirs))
         used, expected = ({name for name, power in one.items() if abs(power) > 1e-3} for one in (own, other))
         proportional = used == expected and len({round(own[name] / other[name], 3) for name in expected}) <= 1
-        levels = mine.level(positive), theirs.level(positive)
+        levels, weighted = ([one.level(positive, who) for one in (mine, theirs)] for who in ("current", "behavior"))
         kinked = [name for name in NAMES if mine.kink(positive, name) > 1e-2 > theirs.kink(positive, name)]
         doubled = {name: other[name] * (1 + (proportional or name == "behavior")) for name in expected}
         if math.isnan(mine.exponents[differing[0]]):
@@ -207,6 +210,9 @@ class Comparison:
         elif levels[0] != levels[1] and proportional:
             is_not = f"the ratio is the {LEVELS[levels[0]]}, not the {LEVELS[levels[1]]}"
             self._add("level", f"{is_not}: change how log-ratios are summed")
+        elif used == expected and levels[0] == levels[1] and weighted[0] != weighted[1]:
+            is_not = f"the weight is of the {LEVELS[weighted[0]]}, not of the {LEVELS[weighted[1]]}"
+            self._add("level", f"{is_not}: change how log-ratios are summed")
         elif all(abs(own[name] - other[name]) < 2e-3 for name in NAMES):
             powers = f"with the exponent {mine.exponents[differing[0]]:.3g}, not {theirs.exponents[differing[0]]:.3g}"
             self._add("level", f"{changes} {powers}: the ratio or the weight is taken over other tokens")
@@ -217,79 +223,37 @@ class Comparison:
                 remedy = "the weight is applied twice"
             self._add("shape" if proportional else "policy", f"{text}: {remedy}")
 
-    def _bends(self) -> None:
-        """Clips, weights and masks. What names the cause comes before what only says where a curve bends."""
-        before = len(self.found)
-        for probe in PROBES:
-            self._bends_of(probe)
-        bent = sorted(self.found[before:], key=lambda one: one.kind in ("clip", "weight"))
-        first = {one.kind: one for one in reversed(bent)}
-        self.found[before:] = [one for one in bent if first[one.kind] is one]
-
-    def _bends_of(self, probe: Probe) -> None:
-        a, b = self.mine.bends(probe), self.theirs.bends(probe)
-        changed = [key for key in b if not same(a[key], b[key])]
-        if not changed:
-            return
-        sides = [
-            f"{SIDES[key]} the gradient's weight {describe(a[key])}, in {self.name} it {describe(b[key])}"
-            for key in changed
-        ]
-        upper, lower, current = b[True, 1], b[False, -1], probe.policy == "current"
-        kind, remedy = "clip" if current else "weight", "change the bound"
-        ends = {(one.kind, other.kind) for key in changed for one, other in zip(a[key], b[key], strict=False)}
-        if ends == {("zero", "constant")}:
-            remedy = "keep the weight at the bound, do not set it to 0"
-        elif ends == {("constant", "zero")}:
-            remedy = "set the weight to 0 beyond the bound, do not keep it"
-        if any(b.values()) and all(same(a[positive, side], mirrored(b[positive, -side])) for positive, side in SIDES):
-            kind, remedy = "inverse", "bound the ratio, not its inverse"
-        elif current and upper and not a[True, 1] and not a[False, -1] and same(a[True, -1], lower):
-            kind, remedy = "min-max", "the clip holds back what it should let pass, swap min and max"
-        elif current and not any(key[0] for key in changed) and lower and not a[False, -1] and a[False, 1]:
-            kind, remedy = "clip-side", "for A < 0 clip the ratio from below"
-        elif current and changed == [(False, 1)] and not a[False, 1]:
-            kind, remedy = "dual-clip", "for A < 0 bound the loss above (dual clip)"
-        elif (summed := self._summed(probe, changed)) is not None:
-            kind, remedy = "level", f"the bound is on a {('mean', 'sum')[summed]} over the response, take the other"
-        self._add(kind, f"{probe.name}: {'; '.join(sides)}: {remedy}")
-
-    def _summed(self, probe: Probe, changed: list[tuple[bool, int]]) -> bool | None:
-        """Whether it bounds a sum over the response where the objective bounds a mean, or the reverse; None if neither.
-
-        A bound on a mean stays where it is when the response is twice as long; one on a sum comes nearer to 1.
-        """
-        twice = replace(probe, tokens=2 * TOKENS)
-        for key in changed if probe.span == "response" else ():
-            ends = [(one.bends(probe)[key], one.bends(twice)[key]) for one in (self.mine, self.theirs)]
-            if all(short and long and short[0].kind == ends[0][0][0].kind for short, long in ends):
-                own, other = (long[0].x / short[0].x < 0.9 for short, long in ends)
-                if own != other:
-                    return own
-        return None
-
-    def _apart(self, kind: str, probe: Probe, columns: list[int], remedy: str) -> bool:
-        """Adds the largest difference of the weights of a probe at some of `SHIFTS`; returns whether there is one."""
-        shifts = shifts_of(probe)[columns]
-        for positive, sign in ((True, ">"), (False, "<")):
-            own, other = (one.curves[probe, positive][columns] for one in (self.mine, self.theirs))
-            gap = ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
-            if float(gap.max()) > 1e-6:
-                worst = int(gap.argmax())
-                where = f"for A {sign} 0 and a log-ratio of {float(shifts[worst]):.4g}"
-                values = f"{float(own[worst]):.4g}, in {self.name} {float(other[worst]) + 0:.4g}"
-                self._add(kind, f"{probe.name}: {where} the weight is {values}{remedy}")
-                return True
-        return False
-
     def _shape(self) -> None:
-        inner = list(range(1, len(SHIFTS) - 1))
-        any(self._apart("shape", probe, inner, "") for probe in PROBES)
+        """The largest difference of the weights of a probe at `SHIFTS`."""
+        for probe, positive in product(PROBES, SIGNS):
+            shifts = SHIFTS.clamp(max=probe.highest)
+            if found := self._apart(
+                positive, shifts, *(one.curves[probe, positive] for one in (self.mine, self.theirs))
+            ):
+                self._add("shape", f"{self.theirs.label(probe)}: {found[1]}")
+                return
 
     def _exponent(self) -> None:
+        """Up to which log-ratio the gradients are equal."""
         others = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
-        if not self._has(*others, "normalized-advantage", "batch-statistics"):
-            self._apart("exponent", DRIFT, [0, len(SHIFTS) - 1], ": clamp log-ratios to ±20 before exp")
+        if self._has(*others, "normalized-advantage", "batch-statistics"):
+            return
+        for positive, advantage in SIGNS.items():
+            weights = (one.weights(DRIFT, FAR, advantage) for one in (self.mine, self.theirs))
+            if found := self._apart(positive, FAR, *weights):
+                reach = f"gradients are equal for |log-ratio| <= {math.floor(found[0])}"
+                self._add("exponent", f"{reach}, {found[1]}: {self.name} clamps log-ratios to ±20 before exp")
+                return
+
+    def _apart(self, positive: bool, shifts: Tensor, own: Tensor, other: Tensor) -> tuple[float, str] | None:
+        """Returns the smallest shift at which weights differ, and the largest difference in words; None without one."""
+        gap = ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
+        if float(gap.max()) <= 1e-6:
+            return None
+        worst = int(gap.argmax())
+        where = f"for A {'>' if positive else '<'} 0 and a log-ratio of {float(shifts[worst]):.4g}"
+        values = f"{float(own[worst]):.4g}, in {self.name} {float(other[worst]) + 0:.4g}"
+        return float(shifts.abs()[gap > 1e-6].min()), f"{where} the weight is {values}"
 
     def _zero_advantage(self) -> None:
         """KL, entropy and regression: what is left where advantages are 0."""
@@ -321,15 +285,10 @@ class Comparison:
         elif own != UNKNOWN and abs(factor / expected - 1) > 1e-6 and not self._has("sign"):
             times = f"the gradient is {factor / expected:.4g} times as large at every token"
             self._add("scale", f"{times}: change the factor of the loss")
-        joined = {name: torch.cat(parts) for name, parts in self.mine.splits.items()}
-        uneven = [name for name, own in joined.items() if not _gap(own, torch.cat(self.theirs.splits[name])) <= 1e-6]
-        if uneven and not self._has("batch-statistics"):
+        mine, theirs = (torch.cat(one.split) for one in (self.mine, self.theirs))
+        if not _gap(mine, theirs) <= 1e-6 and not self._has("batch-statistics"):
+            times = f"two micro-batches together give {_range(mine)} times the gradient of the whole"
             remedy = "divide by the count of the whole update (parameters `tokens` and `responses` get it)"
-            if "two of as many responses" not in uneven:
-                remedy = "it is right only where each micro-batch holds as many responses"
-            times = (
-                f"{uneven[0]} micro-batches together give {_range(joined[uneven[0]])} times the gradient of the whole"
-            )
             self._add("micro-batches", f"{times}: {remedy}")
 
     def _inputs(self) -> None:
@@ -351,6 +310,28 @@ class Comparison:
                 values = f"{own.loss:.6g}, in {self.name} {other.loss:.6g}"
                 self._add("value", f"gradients are equal, the value is not: {values} {batch}")
 
+    def _of_tokens(self) -> None:
+        """Whether advantages that differ within a response are taken as the objective takes them."""
+        for packed in (False, True):
+            for (mask, own), (_, other) in zip(
+                *(one.of_tokens(packed) for one in (self.mine, self.theirs)), strict=False
+            ):
+                counts = _counts_kept(own, other, mask)
+                if (counts or not packed) and not _gap(own, other) <= 1e-6 * float(other.abs().max()):
+                    times = f"the gradient is {_range(own / other)} times as large"
+                    remedy = NOT_COUNTED if counts else "use the advantage of each token"
+                    self._add("denominator", f"where advantages differ within a response {times}: {remedy}")
+                    return
+
+
+def _counts_kept(own: Tensor, other: Tensor, mask: Tensor) -> bool:
+    """Whether gradients are larger by as much as there are fewer tokens with one, in all or in the same response."""
+    kept, times = (other != 0) & mask, own / other
+    if not torch.equal(own[mask] != 0, kept[mask]) or not _gap(times[kept], torch.ones(())) > 1e-6:
+        return False
+    shares = kept.sum() / mask.sum(), kept.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    return any(_gap((times * share)[kept], torch.ones(())) < 1e-6 for share in shares)
+
 
 def _kl_words(readings: Readings) -> str:
     kind, coefficient = readings.kl_form
@@ -358,6 +339,8 @@ def _kl_words(readings: Readings) -> str:
         return "none"
     weights = zip(("μ", "π_old"), readings.kl_weights.tolist(), strict=True)
     weighted = [f", {times:.4g} times where {who} is 0.5 nats away" for who, times in weights if abs(times - 1) > 1e-9]
+    if kind == "k1" and coefficient < 0:
+        kind, coefficient = "k1 of the reverse direction", -coefficient
     form = "of no known form" if kind == "other" else f"{kind} with the coefficient {coefficient:.4g}"
     return "".join([form, *weighted])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -161,9 +162,7 @@ def _table(part: Any) -> dict[str, Any]:
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value).lower() if isinstance(value, bool) else f"{value:.6g}"
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
 
 
 Place = tuple[Probe | None, bool, int]

@@ -64,8 +64,9 @@ def _answer(
     arguments: Mapping[str, Any],
     ignore: Sequence[str],
     trusted: bool = False,
+    command: str = "",
 ) -> dict[str, Any]:
-    """Returns the answer as values, and as "text".
+    """Returns the answer as values, as "text", and as "html" for the page of a command line.
 
     objective: an `[objective]` section; None for which it is. trusted: whether it may name functions to load.
     """
@@ -75,8 +76,14 @@ def _answer(
 
     with nullcontext() if trusted else only_named(frozenset()):
         expected = None if objective is None else from_section(objective)
-    answer = check(of_function(_load(target), arguments, target), expected, spec=spec, ignore=ignore)
-    return {**answer.as_dict(), "text": answer.text()}
+    loss = of_function(_load(target), arguments, target)
+    answer = check(loss, expected, spec=spec, ignore=ignore)
+    found = {**answer.as_dict(), "text": answer.text()}
+    if command:
+        from trimtab.check_loss.loss_page import page
+
+        found["html"] = page(answer, loss, expected or from_section(dict(answer.nearest[0].settings)), command)
+    return found
 
 
 def _load(target: str) -> Any:

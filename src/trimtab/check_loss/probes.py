@@ -62,7 +62,7 @@ def of_lengths(lengths: Sequence[int], width: int = 8) -> Batch:
 class Probe:
     """What is moved away from the other policies, which leaves one curve of weights.
 
-    policy, sign: whose log-prob moves by sign * x, so that the ratio is exp(x). span: one "token", the whole
+    policy: whose log-prob moves, current by x and others by -x: the ratio is exp(x). span: one "token", the whole
     "response", or "mean": one token, and the others against it, so that their mean stays. tokens: of a response.
     """
 
@@ -71,10 +71,6 @@ class Probe:
     span: str = "token"
     moved: float = RARE
     tokens: int = TOKENS
-
-    @property
-    def sign(self) -> int:
-        return 1 if self.policy == "current" else -1
 
     @property
     def highest(self) -> float:
@@ -88,11 +84,12 @@ class Probe:
         shift = torch.cat([shifts.new_zeros(1), shifts])[:, None]
         where = columns == MOVED if self.span == "token" else batch["mask"]
         factor = torch.where(columns == MOVED, 1.0, -1 / (self.tokens - 1) if self.span == "mean" else 1.0).double()
+        factor = factor if self.policy == "current" else -factor
         # A shift upwards starts from below.
         low = (shift - 3).clamp(min=0) * (self.moved == RARE) + 3.0 * (self.span != "token")
         for name in (*POLICIES, "reference"):
             batch[name] = batch[name] - torch.where(where, low, 0.0)
-        batch[self.policy] = batch[self.policy] + torch.where(where, self.sign * factor * shift, 0.0)
+        batch[self.policy] = batch[self.policy] + torch.where(where, factor * shift, 0.0)
         if self.policy == "current":
             batch["reference"] = batch["current"].clone()  # no KL
         return batch
@@ -207,13 +204,13 @@ class Loss:
 
 def of_objective(objective: Objective) -> Loss:
     """Returns an objective as a loss, with the name of the objective."""
-    fields = sorted({*POLICIES, "mask", *objective.needs})
+    fields = sorted({*POLICIES, "mask", "sequence_ids", *objective.needs})
 
     def logps(batch: Batch) -> PolicyLogps:
-        return PolicyLogps(**{name: batch[name] for name in fields})
+        return PolicyLogps(**{name: batch[name] for name in fields if name in batch})
 
     def call(batch: Batch, update: Update) -> Tensor:
         whole = None if update.batch is batch else objective.prepare(logps(update.batch), update.batch["advantage"])
         return objective(logps(batch), batch["advantage"], state=whole).loss
 
-    return Loss(objective.name, call)
+    return Loss(objective.name, call, ", ".join(objective.needs))

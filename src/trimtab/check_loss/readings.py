@@ -6,45 +6,32 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise, product
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from trimtab.check_loss import probes
 from trimtab.check_loss.bends import Bends, find_bends
-from trimtab.check_loss.probes import (
-    DOWN,
-    MOVED,
-    POLICIES,
-    STEP,
-    TOKENS,
-    UP,
-    Batch,
-    Loss,
-    Probe,
-    Reading,
-    Update,
-    of_lengths,
-    of_rows,
-)
+from trimtab.check_loss.probes import DOWN, MOVED, POLICIES, STEP, TOKENS, UP, Batch, Loss, Probe, Reading, Update
 
 SIGNS = {True: UP, False: DOWN}
 """Whether A > 0 -> the advantage of the probes."""
 POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
 """Shifts at which every curve is read, upwards and, with the other sign, downwards."""
-SMALL, FAR = 5 * STEP, 25.0
-_SHIFTS = (SMALL, 0.1, 0.5, 1.0, 2.0, FAR)
+SMALL = 5 * STEP
+_SHIFTS = (SMALL, 0.1, 0.5, 1.0, 2.0, 3.0)
 SHIFTS = torch.tensor([*(-x for x in reversed(_SHIFTS)), *_SHIFTS], dtype=torch.float64)
-"""Shifts at which every probe is read: the inner two give a second derivative, the outer two show exp without bound."""
+"""Shifts at which every probe is read, as far as it goes; the inner two give a second derivative."""
+FAR = torch.cat([-torch.arange(3.5, 25), torch.arange(3.5, 25)]).double()
+"""Shifts of a single token that show where exponents are bounded."""
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()
 FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
+FORMS["k3 of the reverse direction"] = (-TO_REFERENCE).exp() - 1
 """Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
 NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
 ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
 PLACES = {"own": MOVED, "before": 0, "after": 3}
-SPLITS = {"two": ([6, 3, 4, 1, 5], (2, 5)), "two of as many responses": ([6, 3, 4, 1], (2, 4))}
-"""Lengths of responses, and the rows after which a micro-batch ends."""
 SPREADS = (5e-5, 2e-3, 0.1, 0.6)
 """Nats between the policies of the random batches."""
 RANDOM = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
@@ -62,11 +49,6 @@ DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
 UNKNOWN = "none of the known"
 
 
-def shifts_of(probe: Probe) -> Tensor:
-    """Returns `SHIFTS`, as far as a probe goes: one token alone can be anywhere."""
-    return SHIFTS if probe is probes.DRIFT else SHIFTS.clamp(-3.0, probe.highest)
-
-
 @dataclass
 class Readings:
     """The readings of a loss. Weights are relative to that where all policies are equal."""
@@ -78,10 +60,10 @@ class Readings:
     def neutral(self) -> Mapping[str, tuple[Batch, Tensor]]:
         """Batches where all policies are equal, and the gradient for each advantage."""
         batches = {
-            "plain": of_lengths([6, 3, 4, 1]),
-            "wide": of_lengths([6, 3, 4, 1], 12),
-            "empty": of_lengths([6, 3, 4, 1, 0]),
-            "more": of_lengths([6, 3, 4, 1, 6, 6, 2]),
+            "plain": probes.of_lengths([6, 3, 4, 1]),
+            "wide": probes.of_lengths([6, 3, 4, 1], 12),
+            "empty": probes.of_lengths([6, 3, 4, 1, 0]),
+            "more": probes.of_lengths([6, 3, 4, 1, 6, 6, 2]),
         }
         return {name: (batch, self.loss.policy_gradient(batch)) for name, batch in batches.items()}
 
@@ -94,9 +76,9 @@ class Readings:
 
     @cached_property
     def flat(self) -> Tensor:
-        """The gradient for each advantage where all policies are equal and all log-probs too, which are -1 there."""
+        """The gradient for each advantage where all log-probs are equal, and nearly 0 as what a shift fills in."""
         batch, _ = self.neutral["plain"]
-        same = {name: torch.full_like(batch[name], -1.0) for name in (*POLICIES, "reference")}
+        same = {name: torch.full_like(batch[name], -1e-6) for name in (*POLICIES, "reference")}
         return self.loss.policy_gradient({**batch, **same})
 
     @cached_property
@@ -118,15 +100,14 @@ class Readings:
     @cached_property
     def scale(self) -> float:
         """The gradient of a token of `of_rows(8, ...)` where all policies are equal."""
-        return float(self.loss.policy_gradient(of_rows(8, 1.0))[0, MOVED]) or 1.0
+        return float(self.loss.policy_gradient(probes.of_rows(8, 1.0))[0, MOVED]) or 1.0
 
     @cached_property
     def homogeneity(self) -> float:
         """Gradient where all advantages are three times as large, over three times that before: 1 for a linear loss."""
         batch, _ = self.neutral["plain"]
-        zero, one, three = (
-            self.loss.read({**batch, "advantage": k * batch["advantage"]}).gradient[0, 0] for k in (0, 1, 3)
-        )
+        scaled = ({**batch, "advantage": times * batch["advantage"]} for times in (0, 1, 3))
+        zero, one, three = (self.loss.read(batch).gradient[0, 0] for batch in scaled)
         return float((three - zero) / (3 * (one - zero)))
 
     @cached_property
@@ -134,7 +115,7 @@ class Readings:
         """d log weight / d log-prob by sign of A, policy, place of the token (`PLACES`) and side (1 or -1)."""
         result = {}
         for positive, advantage in SIGNS.items():
-            batch = of_rows(1 + 2 * len(POLICIES), advantage)
+            batch = probes.of_rows(1 + 2 * len(POLICIES), advantage)
             sides = [(policy, side) for policy in POLICIES for side in (1, -1)]
             for row, (policy, side) in enumerate(sides, 1):
                 batch[policy][row, MOVED] += side * STEP
@@ -155,9 +136,9 @@ class Readings:
         above, below = (self.exponents[positive, policy, "own", side] for side in (1, -1))
         return abs(above - below)
 
-    def level(self, positive: bool = True) -> str:
-        """Returns over which tokens the ratio of the current policy is taken, near a ratio of 1."""
-        before, after = (abs(self.exponent(positive, "current", place)) for place in ("before", "after"))
+    def level(self, positive: bool = True, policy: str = "current") -> str:
+        """Returns over which tokens the ratio of a policy is taken, near a ratio of 1."""
+        before, after = (abs(self.exponent(positive, policy, place)) for place in ("before", "after"))
         if max(before, after) < 1e-4:
             return "token"
         if before < 1e-4:
@@ -181,9 +162,9 @@ class Readings:
 
     @cached_property
     def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
-        """The weights at `shifts_of` each probe."""
+        """The weights at `SHIFTS`, as far as each probe goes."""
         return {
-            (probe, positive): self.weights(probe, shifts_of(probe), advantage)
+            (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
             for probe, (positive, advantage) in product(probes.PROBES, SIGNS.items())
         }
 
@@ -201,19 +182,15 @@ class Readings:
         return result
 
     @cached_property
-    def splits(self) -> Mapping[str, list[Tensor]]:
-        """The gradient of each micro-batch over that of the whole, at its trained tokens."""
-        result = {}
-        for name, (lengths, ends) in SPLITS.items():
-            batch = of_lengths(lengths)
-            batch["current"] = batch["current"] + STEP / 10
-            whole = self.loss.read(batch).gradient
-            update = Update(batch, len(ends))
-            result[name] = []
-            for start, end in pairwise((0, *ends)):
-                part = {key: value[start:end] for key, value in batch.items()}
-                shares = self.loss.read(part, update).gradient / whole[start:end]
-                result[name].append(shares[part["mask"]])
+    def split(self) -> list[Tensor]:
+        """The gradient of each of two micro-batches over that of the whole, at its trained tokens."""
+        batch = probes.of_lengths([6, 3, 4, 1, 5])
+        batch["current"] = batch["current"] + STEP / 10
+        whole = self.loss.read(batch).gradient
+        result = []
+        for rows in (slice(2), slice(2, None)):
+            part = {key: value[rows] for key, value in batch.items()}
+            result.append((self.loss.read(part, Update(batch, 2)).gradient / whole[rows])[part["mask"]])
         return result
 
     @cached_property
@@ -222,7 +199,7 @@ class Readings:
 
         At `TO_REFERENCE`, then twice at 0.5: where the sampler, and where the proximal policy is 0.5 away.
         """
-        batch = of_rows(8, 0.0)  # as for `scale`
+        batch = probes.of_rows(8, 0.0)  # as for `scale`
         batch["reference"][:, MOVED] += torch.cat([TO_REFERENCE, TO_REFERENCE.new_full((2,), 0.5)])
         batch["behavior"][-2, MOVED] -= 0.5
         batch["proximal"][-1, MOVED] -= 0.5
@@ -281,10 +258,8 @@ class Readings:
         """
         result = {}
         for x, (positive, advantage), probe in product(NEIGHBOR_SHIFTS, SIGNS.items(), ONES):
-            before, after = (
-                self.loss.policy_gradient(probe.batch(torch.tensor([shift, 0.0]).double(), advantage))
-                for shift in (0.0, x)
-            )
+            batches = (probe.batch(torch.tensor([shift, 0.0]).double(), advantage) for shift in (0.0, x))
+            before, after = map(self.loss.policy_gradient, batches)
             result[x, positive, probe] = (after / before)[:, :TOKENS]
         return result
 
@@ -305,6 +280,30 @@ class Readings:
             if int(changes.sum()) > 2 and not bool((changes[1:] & changes[:-1]).any()):
                 return True
         return False
+
+    def label(self, probe: Probe) -> str:
+        """Returns the name of a probe, with the policies that are read."""
+        one_ratio = "proximal" not in self.loss.inputs
+        return probe.name.replace("π/π_old", "π/μ").replace("π_old/μ", "π/μ") if one_ratio else probe.name
+
+    def of_tokens(self, packed: bool) -> list[tuple[Tensor, Tensor]]:
+        """Returns masks and gradients where the advantages of a response differ; none if it takes one for each.
+
+        packed: with ids of responses, by which an objective allows what it refuses without.
+        """
+        result = []
+        for batch in (*(probe.batch(torch.tensor([3.0, -3.0]).double(), UP) for probe in ONES), RANDOM[-1]):
+            mask, ids = batch["mask"], torch.arange(len(batch["mask"]))[:, None].expand_as(batch["mask"])
+            advantage = torch.where(torch.arange(mask.shape[1]) == MOVED, -batch["advantage"], batch["advantage"])
+            given = {**batch, "advantage": advantage, **({"sequence_ids": ids} if packed else {})}
+            try:
+                reading = self.loss.read(given)
+            except Exception:  # what others' code raises for another shape
+                return []
+            if not bool(reading.by_advantage[:, MOVED].any()):
+                return []
+            result.append((mask, reading.gradient))
+        return result
 
     @cached_property
     def random(self) -> list[Reading]:

@@ -101,9 +101,7 @@ def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stan
     config = _of_object("config", given)
     parameters = inspect.signature(function).parameters
     if config and "config" not in parameters:
-        raise TrimtabError(
-            f"the function has no parameter `config`, which --arguments config.{next(iter(config))} sets"
-        )
+        raise TrimtabError(f"--arguments config.{next(iter(config))}: the function has no parameter `config`")
     meanings, values = _meanings(parameters, given)
     optional = {name for name, parameter in parameters.items() if parameter.default is not inspect.Parameter.empty}
 

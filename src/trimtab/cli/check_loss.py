@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +42,7 @@ Ignore = Annotated[
     list[str] | None, typer.Option(metavar="KIND", help="A kind of difference that does not count; may be repeated.")
 ]
 Timeout = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="The check is ended after this time.")]
+HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page with the weights of both.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -59,6 +62,7 @@ def check_loss(
     ignore: Ignore = None,
     timeout: Timeout = 120.0,
     as_json: Json = False,
+    html: HtmlPage = None,
 ) -> None:
     """Probe a loss function: is it the objective that it is meant to be, and where is it not?
 
@@ -66,6 +70,8 @@ def check_loss(
     denominators and micro-batches. Parameters are known by their names, as verl, TRL, slime, Miles, prime-rl and
     Trimtab call them.
     """
+    if html is not None and html.suffix.lower() not in (".html", ".htm"):
+        raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
     place, _, function = target.rpartition(":")
     if not (place and function):
         raise TrimtabError(f"{target!r} names no function: write FILE.py:FUNCTION")
@@ -86,12 +92,17 @@ def check_loss(
             arguments=_values(",".join(arguments or []), "--arguments"),
             ignore=ignore or [],
             trusted=trusted,
+            command="" if html is None else shlex.join(["trimtab", *sys.argv[1:]]),
         )
+        if html is not None:
+            from trimtab.runs.atomic import write_output
+
+            write_output(html, found.pop("html").encode())
     text = found.pop("text")
     if as_json:
-        print_json(found)
+        print_json(found | {"page": html})
     else:
-        echo(text)
+        echo(text if html is None else f"{text}\npage: {html}")
     if not found["equal"]:
         raise typer.Exit(1)
 

@@ -34,15 +34,21 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_equal_and_different(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["check-loss", f"{file}:right", "--as", "grpo"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"{file}:right is grpo: ")
     assert "debugger" not in printed
-    assert main.run(["check-loss", f"{file}:right", "--as", "grpo:clip_high=0.28", "--json"]) == 1
+    page = tmp_path / "loss.html"
+    command = ["check-loss", f"{file}:right", "--as", "grpo:clip_high=0.28", "--json", "--html", str(page)]
+    assert main.run(command) == 1
     answer = json.loads(capsys.readouterr().out)
     assert [one["kind"] for one in answer["differences"]] == ["clip"]
-    assert (answer["equal"], answer["spec"]) == (False, "grpo:clip_high=0.28")
+    assert (answer["equal"], answer["spec"], answer["page"]) == (False, "grpo:clip_high=0.28", str(page))
+    html = page.read_text()
+    assert all(words in html for words in ("is 0 beyond 1.28", "this loss, A &gt; 0", "grpo, A &lt; 0", "π_old/μ of a"))
+    assert main.run(["check-loss", f"{file}:right", "--html", str(page)]) == 0
+    assert 'name = "grpo"' in page.read_text().replace("&#34;", '"')
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,7 @@ def test_equal_and_different(file: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["FILE:endless", "--timeout", "2"], "took longer than 2 s"),
         (["FILE:right", "--as", "gpro"], "unknown objective 'gpro'"),
         (["FILE:right", "--as", "grpo", "--ignore", "nam"], "no difference 'nam' to ignore (did you mean 'nan'"),
+        (["FILE:right", "--html", "page.txt"], "--html page.txt is not a page"),
         (["trl:grpo"], "trl:grpo is code of an installed package, which would be imported: read it, then add"),
     ],
 )
