@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "engines", "environments", "evaluation", "features")),
         *(f"trainer.{part}" for part in ("models", "rewards", "rollout", "seeds", "tasks")),
-        *("corrections", "objectives", "runs"),
+        *("corrections", "objectives", "runs", "intervals"),
     },
     "trainer.checkpoint": {"trainer", "trainer.config", "trainer.models", "trainer.rollout", "runs"},
     "trainer.cluster": {"trainer", "trainer.config", "trainer.engines", "trainer.models", "runs"},
@@ -65,9 +65,9 @@ ALLOWED: dict[str, set[str]] = {
 INNER = {package.removeprefix("trainer.") for package in ALLOWED if package.startswith("trainer.")}
 MODULES = {"seeds", "processes", "chat_template"}
 """Modules of `trainer` that import nothing else of it."""
-LIMITS = {"src": 60_010, "tests": 58_830, "benchmarks": 10_280}
+LIMITS = {"src": 57_500, "tests": 57_000, "benchmarks": 10_450}
 """Lines of all Python files of a folder. A change that adds lines removes as many elsewhere."""
-WORDS = 77_800
+WORDS = 66_300
 """Words of README, CONTRIBUTING and the pages of docs."""
 CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "plugins", "text", "types")] + [
     path
