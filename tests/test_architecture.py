@@ -67,7 +67,7 @@ MODULES = {"seeds", "processes", "chat_template"}
 """Modules of `trainer` that import nothing else of it."""
 LIMITS = {"src": 57_500, "tests": 57_000, "benchmarks": 10_450}
 """Lines of all Python files of a folder. A change that adds lines removes as many elsewhere."""
-WORDS = 66_300
+WORDS = 63_400
 """Words of README, CONTRIBUTING and the pages of docs."""
 CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "plugins", "text", "types")] + [
     path

@@ -172,9 +172,9 @@ def test_a_comparison_of_a_recipe_goes_on_where_it_was_stopped(python: forked.Ru
 
 
 def test_a_mask_and_a_surrogate_of_one_s_own_are_compared(run: Grid, tmp_path: Path) -> None:
-    """The two files of CONTRIBUTING, in the folder where the command is typed, each with two values of its keyword."""
-    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    mask, surrogate = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    """The two files of docs/objectives.md, in the folder where the command is typed, each with two keyword values."""
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+    surrogate, mask = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
     (tmp_path / "my_masks.py").write_text(mask)
     (tmp_path / "my_methods.py").write_text(surrogate)
     methods = ["my_masks:floor", "my_masks:floor:floor_min=0.1", "my_methods:tanh_gap", "my_methods:tanh_gap:tau=0.1"]
