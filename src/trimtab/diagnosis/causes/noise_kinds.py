@@ -183,6 +183,7 @@ MIN_IDS = 60  # fewest ids that occur twice
 MIN_ID_TOKENS = 1500  # fewest undecided tokens in which the part that depends on their ids shows
 BFLOAT16_RMS = 0.008  # logits: an rms below is float16 or tf32 rather than bfloat16
 EIGHT_BITS_RMS = 0.08  # logits: eight bits move as far, bfloat16 may as well [SmolLM2: .12, .07]
+MAX_RECIPE_RMS = 1.3  # logits: the largest rms measured for float32 against bfloat16, after an update
 MAX_STATED = 1.5  # times the largest rms that was measured up to which quantization that is stated explains it
 RECIPE_CONFIDENCE = 0.95  # confidence where the run's recipe says it
 MAX_FAR_SHARE = 0.008  # largest share of tokens beyond five usual shifts in noise of one size [tails of 12 bases]
@@ -201,13 +202,14 @@ FEW_FAR_K3 = 0.8  # the same where they are as rare as in noise of one size
 class Noise:
     """The zero-mean residual between trainer and sampler.
 
-    rms: in logits, at undecided tokens. k3: over all tokens. tokens: number that rms is computed from. persistent:
-    share of the variance explained by token ids; None if unknown, 0 if not significant. far, far_k3: share of the
-    undecided tokens beyond five times the usual shift, and of k3 in them.
+    rms: in logits, at undecided tokens. k3: over all tokens; None where rms is only a lower bound, and k3 unknown.
+    tokens: number that rms is computed from. persistent: share of the variance explained by token ids; None if unknown,
+    0 if not significant. far, far_k3: share of the undecided tokens beyond five times the usual shift, and of k3 in
+    them.
     """
 
     rms: float
-    k3: float
+    k3: float | None
     tokens: int
     persistent: float | None = None
     far: float = 0.0
@@ -218,15 +220,16 @@ class Noise:
     def coarseness(self) -> float:
         """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
         by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
+        if self.k3 is None:
+            return by_rms
         by_k3 = 0.5 * math.log(max(self.k3, 1e-12) / BORDER_K3)
         by_ids = IDS_SHIFT if self.persistent else 0.0
         return RMS_WEIGHT * by_rms + (1 - RMS_WEIGHT) * by_k3 + by_ids
 
     @property
     def text(self) -> str:
-        return (
-            f"logits of {self.tokens} undecided tokens differ by {self.rms:.2g} (root mean square), k3 = {self.k3:.1e}"
-        )
+        size = f"logits of {self.tokens} undecided tokens differ by {self.rms:.2g} (root mean square)"
+        return size + (" besides the larger difference above" if self.k3 is None else f", k3 = {self.k3:.1e}")
 
 
 def measure_noise(tokens: LogprobPairs) -> Noise:
@@ -273,26 +276,44 @@ def id_part(tokens: LogprobPairs, scale: float) -> float | None:
     return 0.0 if undecided.sum() >= MIN_ID_TOKENS else None
 
 
+def least_noise(tokens: LogprobPairs, direction: int) -> Noise:
+    """Returns a lower bound on the noise beside a fault that cannot be undone and moves tokens in one direction.
+
+    At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.
+    Moves in the other direction are noise; the tail of a normal beyond a point extends half its scale or less past it.
+    """
+    probable = tokens.undecided & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
+    opposite = -direction * tokens.shift[probable]
+    wrong = opposite[opposite > LEAST_RMS]
+    if len(wrong) < 20 or len(wrong) < 0.01 * len(opposite):
+        return Noise(0.0, None, len(wrong))
+    # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
+    factor = 1.0 if len(wrong) > 0.3 * len(opposite) else 1.5
+    return Noise(rms_of(wrong) * factor, None, len(wrong))
+
+
 def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Names the noise if it exceeds that of float32 and of the file's rounding, and if it can be noise at all.
 
     Where a few tokens are far beyond the others, these were routed to other experts; where many are, it is not one
-    noise. The run's settings decide if they determine whether the sampler is quantized. Beside a cause that moves
-    tokens one way and cannot be undone, noise is not seen.
+    noise. The run's settings decide if they determine whether the sampler is quantized.
     """
-    if context.direction:
-        return []
-    noise, residual = measure_noise(tokens), Residual.of(tokens)
+    noise = least_noise(tokens, context.direction) if context.direction else measure_noise(tokens)
+    residual = Residual.of(tokens)
     known = context.settings if context.settings is not None and context.settings.coarse is not None else None
     sixteen = known is not None and not known.is_recorded and not known.coarse
     if sixteen:  # what the user says of one side does not bound the other
         known = None
-    if noise.k3 < max(LEAST_K3, 3 * context.floor) or noise.rms < LEAST_RMS:
+    if noise.rms < LEAST_RMS:
         return []
-    if objection(tokens, residual) if known is None else residual.mean_is_one != "yes":
-        return []
-    text = f"{noise.text}, {residual.text}"
-    if _has_tail(noise, is_repaired=context.repaired):
+    text = noise.text
+    if noise.k3 is not None:
+        if noise.k3 < max(LEAST_K3, 3 * context.floor):
+            return []
+        if objection(tokens, residual) if known is None else residual.mean_is_one != "yes":
+            return []
+        text += f", {residual.text}"
+    if noise.k3 is not None and _has_tail(noise, is_repaired=context.repaired):
         # In routing few tokens hold most of k3 and the others are as usual, unlike in other mixtures of sizes.
         # At the k3 of a dense model rounding with heavy tails does so, too, unless hardly anything else is left.
         least = FEW_FAR_K3 if noise.k3 <= k3_ranges()["dense"].high else MIN_ROUTING_K3
@@ -333,7 +354,7 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
             return [replace(_noise("quantized", tokens, sure, evidence), is_stated=True)]
         evidence += f", but weights of {settings.bits} were not measured to move logits by more than {most:.2g}"
         return [_noise("quantized", tokens, UNPROVEN, evidence)]
-    if noise.k3 > k3_ranges()["moe"].high:
+    if noise.rms > MAX_RECIPE_RMS if noise.k3 is None else noise.k3 > k3_ranges()["moe"].high:
         return []
     if not settings.sixteen_bits:
         sure, evidence = 0.5, f"{text}, although {settings.source} {settings}: check the dtype of the sampler"

@@ -40,6 +40,7 @@ MIN_DEFICIT = 0.001  # least mass that truncation must cut
 DEFICIT_Z = 6.0  # standard errors of the kept mass below 1
 BULK_Z = 4.0  # standard errors of the deficit without outliers
 MIN_SURE_MASS = 0.65  # least kept mass that top-p and top-k are sure to explain
+MAX_UNEVEN = 4.0  # largest ratio of the mean log-ratio to the log of the kept mass
 MAX_UP = 0.6  # most tokens that move up for each that moves down
 MAX_FAR = 0.002  # share of ratios below 1/e that truncation may have
 MAX_FAR_OF_MOVED = 0.05  # plus this part of the tokens that moved down
@@ -92,7 +93,7 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
     if truncation is not None and mirrored is not None:
         truncation, mirrored = (truncation, None) if truncation.mass <= mirrored.mass else (None, mirrored)
     fit = fit_temperature(tokens)
-    if truncation or mirrored:
+    if (truncation or mirrored) and not _moves_against(tokens, is_sampler_cut=truncation is not None):
         fit = None  # truncation explains the line
     # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
     # trainer's is that with noise, which makes the mean of the inverse a little larger.
@@ -201,7 +202,9 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
     many = one_sided_zeros >= max(5, 0.002 * len(tokens)) and certain.sum() > just_below
     by_zeros = many and up <= MAX_UP * down
     less = mass < 1.0 - MIN_DEFICIT and z < -DEFICIT_Z
-    by_mass = less and _is_in_bulk(tokens)
+    # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
+    even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVEN * math.log(mass)
+    by_mass = less and even and _is_in_bulk(tokens)
     # What top-p keeps bounds the ratio from below in every context.
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
     bounded = far <= MAX_FAR + MAX_FAR_OF_MOVED * moved
@@ -220,6 +223,15 @@ def _is_in_bulk(tokens: LogprobPairs) -> bool:
     scale = robust_scale(log_ratio)
     clipped = np.clip(log_ratio, -3 * scale, 3 * scale)
     return z_of(clipped) < -BULK_Z and float(clipped.mean()) < 0.3 * float(log_ratio.mean())
+
+
+def _moves_against(tokens: LogprobPairs, *, is_sampler_cut: bool) -> bool:
+    """Whether tokens move against truncation, which moves log-ratios in one direction only."""
+    up = tokens.log_ratio if is_sampler_cut else -tokens.log_ratio
+    rare, likely = tokens.mean < -1.5, tokens.behavior > math.log(0.5)
+    opposite, lifted = (up > 0.1) & rare, (up > 0.01) & likely
+    frequent = opposite.sum() >= 5 and share(opposite[rare]) > 0.15
+    return bool(frequent or (lifted.sum() >= 8 and share(lifted) > 0.25))
 
 
 def _follows_trainer(tokens: LogprobPairs, residual: Residual, context: Context) -> bool:
