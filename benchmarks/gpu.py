@@ -191,9 +191,9 @@ def tables(results: dict[str, Any]) -> str:
     header = ["tokens", "side", *(f"{phase}, s" for phase in PHASES), "update / products", "GiB"]
     lines += [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     rows = [(name.removeprefix("step-"), results[name]) for name in ("step-64", "step-512") if name in results]
-    rows += (
-        [("512", {"products": results["step-512"]["products"]} | results["options"])] if "options" in results else []
-    )
+    options = {name: results[f"option: {name}"] for name in OPTIONS if f"option: {name}" in results}
+    if options and "step-512" in results:
+        rows.append(("512", {"products": results["step-512"]["products"]} | options))
     for tokens, sides in rows:
         for side, row in sides.items():
             if not isinstance(row, dict):
@@ -238,9 +238,6 @@ def main() -> None:
             f"option: {name}", 60 * scale, lambda v=variant: steps(session, "trimtab", tokens_of(session, 512), v)
         )
     session.part("decoding", 60 * scale, lambda: decoding(session))
-    session.results["options"] = {
-        name: session.results[f"option: {name}"] for name in OPTIONS if f"option: {name}" in session.results
-    }
     text = tables(session.results)
     (session.out / "gpu.md").write_text(text + "\n")
     print(text)

@@ -108,7 +108,7 @@ def examine(out: Path) -> None:
     books = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["source"]
     twice = [group for group, times in groups.items() if times > 1]
     pending = len(books["ready"] + books["unfinished"])
-    lost = books["drawn"] - books["consumed"] - sum(books["dropped"].values()) - pending
+    lost = books["drawn"] - books["consumed"] - books["dropped"] - pending
     print(f"steps {len(rows)}, groups {len(groups)}, restarts of engines {sum(row['engine/restarts'] for row in rows)}")
     print(f"groups in more than one batch: {len(twice)}; neither consumed, pending nor dropped: {lost}")
     print(f"dropped {books['dropped']}, pending {pending}")

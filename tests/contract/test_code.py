@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,10 +274,3 @@ def test_a_class_of_ones_own_has_the_code_that_it_defines() -> None:
         objective("tests.unit.objectives.own_rule:dppo").code()
     with pytest.raises(TrimtabError, match=r"Halved has no code to print"):
         replace(own, surrogate=Halved()).code()
-
-
-def test_readme_shows_lines_of_the_code() -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    [block] = [block for block in re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL) if "surrogate =" in block]
-    code = objective("icepop").code().splitlines()
-    assert [row for row in block.splitlines() if f"    {row}" not in code] == []

@@ -15,6 +15,7 @@ from tests.support.run_results import Messages, untimed
 from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.report.run_objective import equation_of
 from trimtab.report.run_report import write_report
+from trimtab.runs.reader import read_run
 from trimtab.runs.trajectories import read as read_trajectories
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.run import train
@@ -101,7 +102,7 @@ def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, 
     result = bounds(untimed(run, "eval/")[0])
     equation = equation_of(config, untimed(run, "eval/")[-1])
     assert f"{result['keep_min']:g} ≤ ρ_geo ≤ {result['keep_max']:g}" in equation
-    page = write_report(run).read_text()
+    page = write_report(read_run(run)).read_text()
     assert f"{result['keep_min']:g} ≤ ρ_geo" in re.sub(r"&le;", "≤", page)
 
 

@@ -15,9 +15,9 @@ from trimtab.cli.compare import register
 from trimtab.cli.main import run
 from trimtab.cli.output import MultiValueCommand
 from trimtab.runs.summary import RunSummary
+from trimtab.trainer import display
 from trimtab.trainer.config import load_config
 from trimtab.trainer.display import PACE_SECONDS, PlainTextConsole, RunsDisplay
-from trimtab.trainer.lab import runner
 
 
 def parsed(*words: str) -> dict[str, object]:
@@ -63,7 +63,7 @@ def test_progress_is_weighted_by_cost_and_a_line_per_run_says_what_is_left(monke
     progress = RunsDisplay(bar)
     steps = {"a": 4, "b": 4, "c": 8}
     cells = {name: load_config("laboratory", [f"trainer.steps={count}"]) for name, count in steps.items()}
-    monkeypatch.setattr(runner, "cost", lambda config: 10.0 * config.trainer.steps)
+    monkeypatch.setattr(display, "_cost", lambda config: 10.0 * config.trainer.steps)
     done = RunSummary("done", reward=0.5, seconds=7.0)
     progress.planned(cells, {"c": done})
     assert bar.tasks[0].total == 80  # what c cost is not counted

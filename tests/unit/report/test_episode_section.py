@@ -87,7 +87,7 @@ def test_signs_and_tabs_that_a_model_wrote_stay(run: Path, monkeypatch: pytest.M
 
 def test_the_page_escapes_what_a_model_wrote(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "token_texts", lambda _path, ids: (dict.fromkeys(ids, "<script>"), ""))
-    page = write_report(save(run, [row("a.b", [0.2, 0.1])])).read_text()
+    page = write_report(read_run(save(run, [row("a.b", [0.2, 0.1])]))).read_text()
     part = page[page.index("<h2>Episodes</h2>") : page.index("<h2>Sampled completions")]
     assert "<script>" not in part
     assert part.count("&lt;script&gt;") == 3

@@ -17,6 +17,7 @@ from trimtab.diagnosis.output.as_text import terminal_text
 from trimtab.diagnosis.output.html_page import page
 from trimtab.report.run_report import write_report
 from trimtab.runs.metric_catalog import band_text, bounds, judge, k3_range, k3_ranges, metric, sections
+from trimtab.runs.reader import read_run
 from trimtab.text import beside, number
 
 
@@ -68,7 +69,7 @@ def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, heal
     figures = diagnosis.measured.size.mismatch
     # Every step logs exactly what the files say, so that both judge the same numbers.
     relog(run, lambda row: row | {f"mismatch/{key}": value for key, value in figures.items()})
-    marks = _marks(write_report(run))
+    marks = _marks(write_report(read_run(run)))
     assert marks["k3"] == ("healthy" if healthy else "outside")
     assert {key for key, mark in marks.items() if mark == "outside"} == set(outside(diagnosis.measured.size))
     words = terminal_text(diagnosis)

@@ -14,6 +14,7 @@ from trimtab.report.cautions import cautions
 from trimtab.report.groups import group_runs
 from trimtab.report.run_report import write_report
 from trimtab.runs.provenance import duration, read_starts
+from trimtab.runs.reader import read_run
 
 START: dict[str, Any] = {
     "command": "trimtab train quickstart --out 'runs/<b>'",
@@ -36,14 +37,14 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_page_shows_every_start_and_escapes_it(small_run: Path) -> None:
     (small_run / "provenance.json").write_text(json.dumps([START | {"last_step": 40}, START | {"first_step": 41}]))
-    page = write_report(small_run).read_text()
+    page = write_report(read_run(small_run)).read_text()
     assert "runs/&lt;b&gt;" in page
     for words in ("<h3>Start", "Resumed", "<bdi>40</bdi>", "<bdi>41</bdi>", "H200, H200", "0123abc"):
         assert words in page
 
 
 def test_a_run_without_provenance_says_so_and_a_damaged_one_is_one_line(small_run: Path) -> None:
-    assert "This run has no provenance.json" in write_report(small_run).read_text()
+    assert "This run has no provenance.json" in write_report(read_run(small_run)).read_text()
     for text in ("[{", "{}", "[1]", '[{"versions": []}]'):
         (small_run / "provenance.json").write_text(text)
         with pytest.raises(TrimtabError, match="delete it") as error:
