@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimtab.check_loss.bounds import differing_bounds
-from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, Batch, Update
+from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, UP, Batch, Update, of_rows
 from trimtab.check_loss.readings import FAR, ONES, RANDOM, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
 
 KINDS = (
@@ -55,6 +55,8 @@ class Comparison:
         if self.mine.rounded and not self.theirs.rounded:
             return [Difference("rounding", "values are rounded to about 3 digits: compute in float32")]
         self._neutral()
+        if not self._has("normalized-advantage"):
+            self._uncounted()
         unread = self._has("no-gradient", "dropped", "alignment", "log-ratio")
         hidden = unread or self._has("live-weight")
         if not hidden:
@@ -309,6 +311,17 @@ class Comparison:
             if not abs(own.loss - other.loss) <= 1e-6 * max(1.0, abs(other.loss)) and not self._has("value"):
                 values = f"{own.loss:.6g}, in {self.name} {other.loss:.6g}"
                 self._add("value", f"gradients are equal, the value is not: {values} {batch}")
+
+    def _uncounted(self) -> None:
+        """Whether responses with A = 0 are left out of the denominator: one of three, and none of three."""
+        times = []
+        for middle in (UP, 0.0):
+            batch = {**of_rows(3, UP), "advantage": torch.tensor([[UP], [middle], [UP]]).double()}
+            own, other = (one.loss.read(batch).gradient[::2, :-2] for one in (self.mine, self.theirs))
+            times.append(own / other)
+        if _gap(times[1] / times[0], torch.tensor(1.5)) <= 1e-6:
+            text = "responses with A = 0 are not counted: count them, and their tokens"
+            self.found.insert(0, Difference("denominator", text))
 
     def _of_tokens(self) -> None:
         """Whether advantages that differ within a response are taken as the objective takes them."""

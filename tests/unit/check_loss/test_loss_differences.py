@@ -215,3 +215,10 @@ def test_bends_behind_bends_and_the_exponents_between() -> None:
     assert [bend.kind for bend in bends] == ["constant", "constant", "zero"]
     assert [bend.x for bend in bends] == pytest.approx([0.4054651, 0.5, 1.0], abs=1e-6)
     assert find_bends(torch.exp, -points) == ()
+
+
+def test_responses_without_advantage_that_are_not_counted_are_the_difference() -> None:
+    def uncounted(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+        return grpo(logps, old_logps, mask, advantages, int((advantages.reshape(len(mask), -1)[:, 0] != 0).sum()))
+
+    assert [("A = 0" in text, kind) for kind, text in found(uncounted)][:1] == [(True, "denominator")]
