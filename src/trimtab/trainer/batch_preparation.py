@@ -127,14 +127,17 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
         groups.setdefault(trajectory.group, []).append(index)
     config, trainer, perturbation = learner.config, learner.config.trainer, learner.config.perturbation
     if learner.micro_batch_tokens is None and rows:
-        learner.micro_batch_tokens = micro_batch_tokens(
+        tokens = micro_batch_tokens(
             config,
             learner.model,
             learner.device,
             prompt=max(len(trajectory.prompt.ids) for trajectory in rows),
             response=max(config.sampling.max_tokens or 1, *(len(trajectory) for trajectory in rows)),
             ranks=learner.ranks.size,
+            update=sum(len(row.prompt.ids) + len(row) for row in rows) // trainer.minibatches,
         )
+        # All ranks pack alike, for the one with the least free memory.
+        learner.micro_batch_tokens = -int(learner.ranks.all_reduce_max(-tokens))
     share_prompts = perturbation is None or not perturbation.per_response
 
     def pack(chosen: Sequence[int]) -> MicroBatch:

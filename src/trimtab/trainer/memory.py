@@ -43,7 +43,14 @@ def free_memory(device: torch.device) -> int:
 
 
 def micro_batch_tokens(
-    config: Config, model: nn.Module, device: torch.device, *, prompt: int, response: int, ranks: int = 1
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    prompt: int,
+    response: int,
+    ranks: int = 1,
+    update: int = 0,
 ) -> int:
     """Returns the value of `trainer.micro_batch_tokens`, or for "auto" the largest of `SIZES` that fits free memory.
 
@@ -52,6 +59,7 @@ def micro_batch_tokens(
 
     Args:
         prompt, response: tokens of the longest prompt and of the longest response that are expected.
+        update: tokens of an update; with several ranks a micro-batch is at most a rank's share of them.
     """
     chosen = config.trainer.micro_batch_tokens
     if chosen != "auto":
@@ -62,7 +70,8 @@ def micro_batch_tokens(
     master = getattr(torch, config.model.dtype).itemsize
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     state = 0 if config.sharding.offload else 3 * trained * master / ranks
-    for tokens in reversed(SIZES):
+    most = max(SIZES[0], update // ranks) if ranks > 1 else SIZES[-1]
+    for tokens in [size for size in reversed(SIZES) if size <= most]:
         rows = max(1, tokens // (prompt + response))
         rank = Rank(
             ranks=ranks,
