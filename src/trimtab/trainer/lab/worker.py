@@ -83,7 +83,8 @@ def train_one(config: Config, *, keep: bool, observer: NullObserver, command: st
     )
     if not keep and status != "failed":
         for part in (CHECKPOINTS, MODEL):
-            shutil.rmtree(folder / part, ignore_errors=True)
+            if (folder / part).exists():
+                atomic.remove_folder(folder / part)  # killed here, the run starts again: no checkpoint is half deleted
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG).exists():  # removed by a run that ended before its first step
         atomic.write_text(folder / CONFIG, config.dump())
