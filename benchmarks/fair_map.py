@@ -85,6 +85,7 @@ WATCHED = (
     "mismatch/ess_seq",
     "optim/grad_norm",
     "update/kl",
+    "guard/returns",
 )
 SCHEMA_OF_PARTS = pa.schema(
     [

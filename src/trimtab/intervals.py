@@ -162,12 +162,18 @@ def problem_interval(values: ArrayLike, max_effective: float) -> Interval:
     return Interval(mean, *wilson(mean, _effective_observations(data, mean, max_effective)))
 
 
-def wilson(share: float, count: float) -> tuple[float, float]:
-    """Returns Wilson's 95% score interval of a share seen in `count` independent observations."""
-    scale = 1 + Z * Z / count
-    center = (share + Z * Z / (2 * count)) / scale
-    half = Z / scale * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+def wilson(share: float, count: float, z: float = Z) -> tuple[float, float]:
+    """Returns Wilson's score interval of a share seen in `count` independent observations; `z`: 1.96 for 95%."""
+    scale = 1 + z * z / count
+    center = (share + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return min(max(0.0, center - half), share), max(min(1.0, center + half), share)  # rounding must not pass the ends
+
+
+def least_fall(before: float, after: float, count: float, z: float) -> float:
+    """Returns the lower end of the interval of `before` - `after`, two shares of `count` observations (Newcombe)."""
+    low, high = wilson(before, count, z)[0], wilson(after, count, z)[1]
+    return before - after - math.hypot(before - low, high - after)
 
 
 def macro_average(parts: Sequence[Interval]) -> Interval:

@@ -88,6 +88,12 @@ class LeaderSource:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self._source.restore(tensors, meta, files)
 
+    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
+        self._source.rewind(meta, files, halvings)
+
+    def halve_lag(self, halvings: int) -> None:
+        self._source.halve_lag(halvings)
+
     def close(self) -> None:
         self._source.close()
 
@@ -131,6 +137,12 @@ class FollowerSource:
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         self.published = meta["published"]
+
+    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
+        pass
+
+    def halve_lag(self, halvings: int) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -41,7 +41,7 @@ class Learner:
     """The trained model with its objective and optimizer.
 
     `updates` counts completed optimizer updates. `micro_batch_tokens` is the token budget of a micro-batch, None until
-    the first batch, whose lengths "auto" reads.
+    the first batch, whose lengths "auto" reads. `lr_factor` multiplies the learning rate of the schedule.
     """
 
     config: Config
@@ -54,6 +54,7 @@ class Learner:
     updates: int = 0
     bad_in_a_row: int = 0
     micro_batch_tokens: int | None = None
+    lr_factor: float = 1.0
     ranks: RankGroup = field(default_factory=current_ranks)
 
     @property
@@ -236,7 +237,7 @@ class Learner:
             self.ranks.all_reduce_(gradient)  # these parameters are not under FSDP
         for feature in self.features:
             feature.end_backward()
-        stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates)
+        stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates) * self.lr_factor
         set_learning_rate(self.optimizer, stats.lr)
         loss = self.ranks.all_reduce_sum(float(loss_sum))
         norm = clip_gradient(policy, self.config.optim.grad_clip, self.ranks)

@@ -10,6 +10,7 @@ One iteration of `Trainer.train`:
     5. measure    collect the metrics of the step
     6. evaluate   accuracy on held-out problems, greedy and of several samples, every `eval.every` steps
     7. write      trajectories, metrics and a checkpoint; then sinks and the observer
+    8. guard      with `[guard]`: return to an earlier checkpoint, if there is a sign of a collapse
 
 The rollout source (trainer/rollout/source.py) generates a batch when it is asked for one, or takes it from engines that
 generate while the trainer updates. Optional methods take part through `Learner.features` (features/feature.py).
@@ -19,8 +20,8 @@ Policies are dated in optimizer updates: version n is the policy after n updates
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.engine_spec import weight_quantization
 from trimtab.trainer.features.feature import StepRecord
+from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
 from trimtab.trainer.idle import IdleSteps
 from trimtab.trainer.learner import Learner
@@ -56,7 +58,7 @@ class Trainer:
 
     `step` counts finished steps, `learner.updates` optimizer updates. `seconds` holds the duration of each phase of the
     current step; `held_out` begins with the problems of the run's own task; `initial_metrics` were measured before the
-    first step and are logged with it.
+    first step and are logged with it. `guard` is that of a recipe with `[guard]`.
     """
 
     config: Config
@@ -66,6 +68,7 @@ class Trainer:
     observer: Observer
     held_out: Sequence[HeldOut] = ()
     sinks: Sequence[Sink] = ()
+    guard: Guard | None = None
     stop: Stop = field(default_factory=Stop)
     idle: IdleSteps = field(default_factory=IdleSteps)
     initial_metrics: dict[str, float] = field(default_factory=dict)
@@ -75,6 +78,11 @@ class Trainer:
     @property
     def collector(self) -> Collector:
         return self.source.collector
+
+    @property
+    def steps(self) -> int:
+        """Number of the last step: as many as the recipe's, besides those that the guard discarded."""
+        return self.config.trainer.steps + (0 if self.guard is None else self.guard.state.discarded)
 
     def train(self) -> dict[str, Any]:
         """Trains to the last step and returns its metrics.
@@ -92,8 +100,10 @@ class Trainer:
                 self.initial_metrics[key] = value
                 if key.endswith("/greedy"):
                     self.initial_metrics[f"{key.removesuffix('/greedy')}/before"] = value
+        if self.guard is not None:
+            self.guard.begin(self)
         with self.stop.finishing():
-            while self.step < self.config.trainer.steps:
+            while self.step < self.steps:
                 self._stop_if_requested()
                 metrics = self._train_step()
         return metrics
@@ -101,11 +111,18 @@ class Trainer:
     def _train_step(self) -> dict[str, Any]:
         """Runs one iteration and returns its metrics."""
         # 1. take
-        start, version, steps = time.perf_counter(), self.learner.updates, self.config.trainer.steps
+        start, version, steps = time.perf_counter(), self.learner.updates, self.steps
         self.observer.phase("collect", self.step, steps)
         groups, rollout = self.source.take(version, steps - self.step)
         # 2. prepare, 3. update
-        batch, stats = self._prepare_and_update(groups)
+        try:
+            batch, stats = self._prepare_and_update(groups)
+        except DivergedError as error:
+            if self.guard is None or (sign := self.guard.nonfinite(error, self.step)) is None:
+                raise
+            self.guard.act(self, sign)
+            self.guard.raise_if_exhausted(self)
+            return {}
         # 4. publish
         self._publish()
         self.step += 1
@@ -119,10 +136,12 @@ class Trainer:
         if self._is_due(self.config.eval.every):
             evaluated = self._evaluate("after" if self.step == steps else self.step)
         metrics |= evaluated
-        # 7. write
+        # 7. write, 8. guard
         self._write(batch, stats, metrics, evaluated)
         for message in (*rollout.messages(), *idle_message):
             self.observer.message(message)
+        if self.guard is not None:
+            self.guard.raise_if_exhausted(self)
         self._stop_if_idle(batch)
         return metrics
 
@@ -164,7 +183,8 @@ class Trainer:
     def _publish(self, *, force: bool = False) -> None:
         """Publishes the weights if `trainer.sync_every` updates have passed since the last publication."""
         start = time.perf_counter()
-        if force or self.learner.updates - self.source.published >= (self.config.trainer.sync_every or 1):
+        every = (self.config.trainer.sync_every or 1) if self.guard is None else self.guard.sync_every
+        if force or self.learner.updates - self.source.published >= every:
             self.publish_now()
         self.seconds["publish"] = time.perf_counter() - start
 
@@ -195,6 +215,8 @@ class Trainer:
         }
         if replaced := self.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
+        if self.guard is not None:
+            metrics |= self.guard.marks()
         record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
         of_features: dict[str, Any] = {}
         for feature in self.learner.features:
@@ -221,7 +243,7 @@ class Trainer:
         return measured
 
     def _is_due(self, every: int) -> bool:
-        return self.step == self.config.trainer.steps or bool(every and self.step % every == 0)
+        return self.step == self.steps or bool(every and self.step % every == 0)
 
     def _write(self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], evaluated: dict[str, float]) -> None:
         """Writes this step's files, then calls sinks and observer: what a display shows is already on disk."""
@@ -230,11 +252,36 @@ class Trainer:
             rows = batch.rows(stats, self.learner.mismatch_policy)
             trajectories.write(self.run.trajectory_file(self.step), rows, self.step)
         self.run.log(metrics)
-        if self._is_due(self.config.checkpoint.every) or snapshot.has_improved(self, evaluated):
+        sign = None if self.guard is None else self.guard.judge(metrics)
+        returned = self.guard is not None and sign is not None and self.guard.act(self, sign)
+        if not returned and (self._saves() or snapshot.has_improved(self, evaluated)):
             snapshot.save(self, evaluated)
         for sink in self.sinks:
             sink.log(self.step, metrics)
         self.observer.step(metrics)
+
+    def _saves(self) -> bool:
+        """Whether a checkpoint is due."""
+        by_guard = self.guard is not None and self.guard.is_due(self.step)
+        return by_guard or self._is_due(self.config.checkpoint.every)
+
+    def log_restored(self, marks: Mapping[str, Any]) -> None:
+        """Evaluates the policy that the guard restored, and logs and saves it as a step of its own."""
+        self.step += 1
+        evaluated = self._evaluate("after")
+        self.run.log({"step": self.step, "updates": self.learner.updates, **marks, **evaluated})
+        snapshot.save(self, {})
+
+    def guard_state(self) -> Mapping[str, Any]:
+        return {} if self.guard is None else asdict(self.guard.state)
+
+    def load_guard_state(self, saved: Mapping[str, Any]) -> None:
+        if self.guard is not None:
+            self.guard.load(self, saved)
+
+    def needed_checkpoints(self) -> set[int]:
+        """Returns the steps of checkpoints that the guard may return to."""
+        return set() if self.guard is None else self.guard.needed_checkpoints(self)
 
     def _stop_if_requested(self) -> None:
         """Saves a checkpoint and raises `Stopped` if any rank was asked to end the run. Called between two steps."""
@@ -249,7 +296,12 @@ class Trainer:
     def _stop_if_idle(self, batch: Batch) -> None:
         """Saves a checkpoint and raises `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
         limit = self.config.trainer.max_idle_steps
-        if limit and self.idle.steps >= limit and self.step < self.config.trainer.steps:
+        if limit and self.idle.steps >= limit and self.step < self.steps:
+            sign = None if self.guard is None else self.guard.no_signal(self.idle.steps, self.step)
+            if self.guard is not None and sign is not None:
+                self.guard.act(self, sign)
+                self.guard.raise_if_exhausted(self)
+                return
             snapshot.save_if_unsaved(self)
             raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
 

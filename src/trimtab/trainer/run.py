@@ -27,6 +27,7 @@ from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.routing_replay import require_mixture
 from trimtab.trainer.followers import AbsentEngine, run_directory, shared_source
+from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import EvalTask, HeldOut, eval_metrics, eval_tasks
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.loop import Trainer
@@ -233,6 +234,7 @@ def build_trainer(
         learner=_build_learner(config, parts.objective, model, loaded, features),
         run=run,
         observer=observer,
+        guard=Guard(config) if config.guard.on else None,
         held_out=[HeldOut.build(evaluated, collector) for evaluated in (own, *others)],
     )
 

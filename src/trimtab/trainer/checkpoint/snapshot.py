@@ -37,6 +37,12 @@ class TrainerState(Protocol):
 
     def publish_now(self) -> None: ...
 
+    def guard_state(self) -> Mapping[str, Any]: ...
+
+    def load_guard_state(self, saved: Mapping[str, Any]) -> None: ...
+
+    def needed_checkpoints(self) -> set[int]: ...
+
 
 def save(trainer: TrainerState, evaluated: Mapping[str, float]) -> None:
     """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
@@ -45,7 +51,7 @@ def save(trainer: TrainerState, evaluated: Mapping[str, float]) -> None:
     """
     store.save(trainer.run.checkpoint_root, trainer.step, *capture(trainer, evaluated))
     _mark_best(trainer, evaluated)
-    store.delete_old(trainer.run.checkpoint_root, trainer.config.checkpoint.keep)
+    store.delete_old(trainer.run.checkpoint_root, trainer.config.checkpoint.keep, trainer.needed_checkpoints())
 
 
 def save_if_unsaved(trainer: TrainerState) -> None:
@@ -109,6 +115,7 @@ def capture(
         "optimizer": groups,
         "random": generator_data,
         "features": {type(feature).__name__: feature.state() for feature in learner.features},
+        "guard": trainer.guard_state(),
     }
     return tensors, meta, files
 
@@ -124,11 +131,30 @@ def resume(trainer: TrainerState) -> None:
         return
     run.truncate_after(checkpoint.step)
     _restore(trainer, checkpoint)
+    if "engine" not in checkpoint.tensors:
+        trainer.publish_now()
+    trainer.source.restore(checkpoint.tensors, checkpoint.meta["source"], checkpoint.files)
+    trainer.load_guard_state(checkpoint.meta["guard"])
     _mark_best(trainer, checkpoint.meta["measured"])  # in case the run was killed between saving and marking
     trainer.observer.message(f"resumed from {checkpoint.folder}")
 
 
+def go_back(trainer: TrainerState, step: int, halvings: int) -> Mapping[str, Any]:
+    """Restores the policy and the state of `step` in a running trainer, whose steps are numbered on.
+
+    All responses that are waiting or being generated are dropped, and the engines get the restored weights. halvings:
+    of the bound on the age of tokens. Returns the checkpoint's JSON.
+    """
+    checkpoint, number = store.read(trainer.run.checkpoint_root, step), trainer.step
+    _restore(trainer, checkpoint)
+    trainer.step, trainer.learner.bad_in_a_row = number, 0
+    trainer.publish_now()
+    trainer.source.rewind(checkpoint.meta["source"], checkpoint.files, halvings)
+    return checkpoint.meta
+
+
 def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
+    """Restores all but the rollout source."""
     learner, meta = trainer.learner, checkpoint.meta
     for name, module in learner.modules.items():
         state_tensors.load_model_state(module, checkpoint.tensors[name])
@@ -144,9 +170,6 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     for feature in learner.features:
         feature.load_tensors(checkpoint.tensors)
         feature.load_state(learner, meta["features"][type(feature).__name__])
-    if "engine" not in checkpoint.tensors:
-        trainer.publish_now()
-    trainer.source.restore(checkpoint.tensors, meta["source"], checkpoint.files)
 
 
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:

@@ -160,8 +160,7 @@ def latest(
     listed = json.loads(ranks.broadcast(json.dumps([folder.name for folder in list_checkpoints(root)]).encode()))
     for folder in (root / name for name in reversed(listed)):
         try:
-            needed = ranks.run_on_all_ranks(partial(_verify_files, folder, sections, ranks))
-            checkpoint = ranks.run_on_all_ranks(partial(_read, folder, needed, sections))
+            checkpoint = _read_on_all_ranks(folder, sections, ranks)
         except (TrimtabError, OSError) as error:  # if one rank has an error, all have
             skipped.append(str(error))
             continue
@@ -173,15 +172,25 @@ def latest(
     return None
 
 
-def delete_old(root: Path, keep: int) -> None:
-    """Deletes checkpoints except the newest `keep` (at least 1) and the best."""
+def read(root: Path, step: int) -> LoadedCheckpoint:
+    """Verifies and reads the checkpoint of `step`. All ranks must call it. Raises `TrimtabError` if it is damaged."""
+    return _read_on_all_ranks(checkpoint_folder(root, step), None, current_ranks())
+
+
+def _read_on_all_ranks(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> LoadedCheckpoint:
+    needed = ranks.run_on_all_ranks(partial(_verify_files, folder, sections, ranks))
+    return ranks.run_on_all_ranks(partial(_read, folder, needed, sections))
+
+
+def delete_old(root: Path, keep: int, needed: Collection[int] = ()) -> None:
+    """Deletes checkpoints except the newest `keep` (at least 1), the best, and those of the steps `needed`."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     if not current_ranks().is_leader:
         return
     marked = best_checkpoint(root)
     for folder in list_checkpoints(root)[:-keep]:
-        if marked is None or checkpoint_step(folder) != marked.step:
+        if checkpoint_step(folder) not in needed and (marked is None or checkpoint_step(folder) != marked.step):
             atomic.remove_folder(folder)
 
 

@@ -25,6 +25,7 @@ from trimtab.trainer.config.training_sections import (
     BATCH_BASELINE,
     DISTILLATION,
     TOKEN_BASELINE,
+    GuardConfig,
     OptimConfig,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "Config",
     "DemonstrationConfig",
     "EngineConfig",
+    "GuardConfig",
     "LogConfig",
     "LoraConfig",
     "OptimConfig",

@@ -233,6 +233,7 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "tokens of older weights (trainer.max_lag, or sync_every above the updates of a step)",
         lambda c: c.trainer.proximal != "snapshot" or c.trainer.max_age >= c.trainer.updates_per_step,
     ),
+    *((f"guard.{key}", "guard.on", lambda c: bool(c.guard.on)) for key in ("every", "lr_factor", "times")),
     ("trainer.refill_rounds", "trainer.dynamic_sampling", lambda c: c.trainer.dynamic_sampling),
     ("optim.min_lr", 'optim.schedule = "cosine"', lambda c: c.optim.schedule == "cosine"),
     ("model.lora", "model.lora.rank above 0", lambda c: c.model.lora.rank > 0),

@@ -24,7 +24,13 @@ from trimtab.trainer.config.section import (
     Section,
     Whole,
 )
-from trimtab.trainer.config.training_sections import AdvantageConfig, ObjectiveConfig, OptimConfig, TrainerConfig
+from trimtab.trainer.config.training_sections import (
+    AdvantageConfig,
+    GuardConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    TrainerConfig,
+)
 
 NoiseStd = Annotated[float, Field(ge=0, le=100)]
 
@@ -329,6 +335,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -71,6 +71,19 @@ class AdvantageConfig(Section):
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+class GuardConfig(Section):
+    """Returns to an earlier checkpoint when a rule of the monitor sees a collapse (docs/guard.md)."""
+
+    on: list[Literal["reward", "ess", "length", "mismatch", "nonfinite"]] = Field(
+        default_factory=list,
+        description="what it watches: `reward` (of the steps, and held-out accuracy), `ess`, `length`, `mismatch`, "
+        "`nonfinite`; empty: nothing",
+    )
+    every: Count = Field(default=10, description="steps between checkpoints that the run may return to")
+    lr_factor: float = Field(default=0.5, gt=0, lt=1, description="factor of the learning rate at each return")
+    times: Whole = Field(default=3, description="returns before the run stops, with the last of these checkpoints")
+
+
 class OptimConfig(Section):
     """AdamW and its learning rate."""
 

@@ -132,6 +132,17 @@ class AsyncSource:
         if "engine" in tensors:
             self.publish(tensors["engine"].items(), meta["published"])
 
+    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
+        self._abort()  # requests in progress are dropped, finished or not
+        with self._pause_engines():
+            for thread in self._threads:
+                thread.dropped, thread.version = True, None
+            self._state.buffer.rewind(meta, halvings)
+            self.collector.responses.restore(meta, files)
+
+    def halve_lag(self, halvings: int) -> None:
+        self._state.buffer.halve_lag(halvings)
+
     def close(self) -> None:
         state = self._state
         with state.buffer.changed:

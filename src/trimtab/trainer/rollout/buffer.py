@@ -32,13 +32,11 @@ class Buffer:
         self, trainer: TrainerConfig, *, relative_to_group: bool = True, single_behavior: bool = False
     ) -> None:
         self.changed = threading.Condition()
-        max_lag = math.inf if trainer.max_lag is None else trainer.max_lag
-        if single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
-            max_lag = min(max_lag, (trainer.sync_every or 1) - 1)
+        self._trainer, self._single_behavior = trainer, single_behavior
         self.schedule = Schedule(
             prompts=trainer.prompts,
             updates=trainer.updates_per_step,
-            max_lag=max_lag,
+            max_lag=self._max_lag(0),
             ahead=bool(trainer.max_lag),
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
@@ -46,6 +44,28 @@ class Buffer:
         self._relative_to_group = relative_to_group
         self._groups: dict[int, Group] = {}
         self._stats = RolloutStats()
+
+    def _max_lag(self, halvings: int) -> float:
+        """The largest age of a consumed token, in updates, after so many halvings of `max_lag` and `sync_every`."""
+        trainer, max_lag = self._trainer, math.inf
+        if trainer.max_lag is not None:
+            max_lag = max(min(trainer.max_lag, 1), trainer.max_lag >> halvings)
+        if self._single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
+            max_lag = min(max_lag, max(1, (trainer.sync_every or 1) >> halvings) - 1)
+        return max_lag
+
+    def halve_lag(self, halvings: int) -> None:
+        """Bounds the age of tokens by what `max_lag` and `sync_every` are after so many halvings."""
+        with self.changed:
+            self.schedule.max_lag = self._max_lag(halvings)
+
+    def rewind(self, state: Mapping[str, Any], halvings: int) -> None:
+        """Goes back to an earlier `state()` without its ready groups, and halves the lag."""
+        with self.changed:
+            dropped = state["dropped"] + len(state["ready"])
+            self.restore({**state, "dropped": dropped, "ready": []}, {})
+            self.halve_lag(halvings)
+            self.changed.notify_all()
 
     def reserve(self, count: int, version: int) -> GroupRange:
         """Reserves the next `count` groups, to be generated while the trainer waits."""

@@ -89,7 +89,10 @@ class SourceClosed(Exception):
 
 
 class EngineThread:
-    """The thread of one engine. `version` is that of the engine's weights; None: unknown."""
+    """The thread of one engine. `version` is that of the engine's weights; None: unknown.
+
+    `dropped`: the request in progress is not needed any more, as the run went back to an earlier state.
+    """
 
     def __init__(self, number: int, engine: Engine, state: AsyncState) -> None:
         self.number, self.engine, self.state = number, engine, state
@@ -97,6 +100,7 @@ class EngineThread:
         self.version: int | None = None
         self.request: GroupRange | None = None
         self.idle = True
+        self.dropped = False
         self.is_lost = False
         self._losses = 0
         self.thread = threading.Thread(target=self._run, name=f"engine-{number}", daemon=True)
@@ -118,11 +122,13 @@ class EngineThread:
         try:
             generated = self._generate(self._next())
         except EngineDeadError as lost:
-            if self.request is not None:
+            if self.request is not None and not self.dropped:
                 self.state.buffer.repeat(self.request)
             self._restart(lost)
             return
         self._losses = 0
+        if self.dropped:
+            return
         with self.state.buffer.changed:
             self.state.unscored.append(generated)
             self.state.buffer.changed.notify_all()
@@ -135,6 +141,7 @@ class EngineThread:
                 while (update := self._wait_if_paused()) is None and self.version is not None:
                     self.request = schedule.admit(self.state.chunk, self.version)
                     if self.request is not None:
+                        self.dropped = False
                         return self.request
                     self.idle = True
                     changed.wait()
@@ -178,7 +185,7 @@ class EngineThread:
         """Loads newer weights, if there are any; returns False for a request that was dropped meanwhile."""
         with self.state.buffer.changed:
             update = self._wait_if_paused()
-        if not self.state.buffer.is_live(request):
+        if self.dropped or not self.state.buffer.is_live(request):
             return False
         if update is not None:
             self._update_weights(update)

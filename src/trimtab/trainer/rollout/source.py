@@ -64,6 +64,17 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
+        """Goes back to an earlier `state()`, without any response that was sampled, and halves the lag.
+
+        The caller has published the weights of that state. halvings: see `halve_lag`.
+        """
+        ...
+
+    def halve_lag(self, halvings: int) -> None:
+        """Bounds the age of tokens by what `max_lag` and `sync_every` are after so many halvings."""
+        ...
+
     def close(self) -> None:
         """Stops all threads and engines. Idempotent."""
         ...
@@ -127,6 +138,13 @@ class SyncSource:
         self.collector.responses.restore(meta, files)
         if "engine" in tensors:
             self.engine.update_weights(tensors["engine"].items(), meta["published"], as_is=True)
+
+    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
+        self.buffer.rewind(meta, halvings)
+        self.collector.responses.restore(meta, files)
+
+    def halve_lag(self, halvings: int) -> None:
+        self.buffer.halve_lag(halvings)
 
     def close(self) -> None:
         self.engine.close()

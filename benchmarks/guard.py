@@ -1,0 +1,197 @@
+"""What `[guard]` does for runs that collapse, for runs that do not, and what it costs.
+
+    python benchmarks/guard.py [--hours 2] [--only stale-32 grpo] [--seeds 8]    # trains; goes on where it was stopped
+    python benchmarks/guard.py --hours 0 [--figure docs/images/guard.png]        # of the runs that are there
+    python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
+    python benchmarks/guard.py --cost          # a step with the guard against one without, in alternation
+
+`CELLS` are the cells of the fair map whose mean at published settings is more than .05 below that of the same method
+at its tuned rate and below the accuracy before training, and cells of the sweeps of rates that fail. Each run with the
+guard is compared with the stored run of the same seed at the tuned rate. A run's result is the last evaluation that
+was not discarded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from fair_map import RESULTS as FAIR_MAP
+from fair_map import Store, train
+from trimtab.intervals import seed_interval
+from trimtab.trainer.guard.history import KeptSteps
+from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
+from trimtab.trainer.lab.regimes import regime
+
+RESULTS = FAIR_MAP.with_name("guard.parquet")
+PART, BASELINE = "guard", "baseline"
+LONG = "laboratory-long"
+ON = 'guard.on=["reward","ess","mismatch","nonfinite"]'
+
+
+class Cell(NamedTuple):
+    """A method at a rate that fails, and the same method at its tuned rate. every: steps between checkpoints."""
+
+    model: str | None
+    regime: str
+    failing: str
+    tuned: str
+    every: int
+
+
+CELLS = (
+    Cell(LONG, "stale-32", "grpo", "grpo:optim.lr=1.25e-05", 4),
+    Cell(LONG, "stale-32", "opsm", "opsm:optim.lr=1.25e-05", 4),
+    Cell(LONG, "reuse-16", "m2po", "m2po:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "grpo", "grpo:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "token-tis", "token-tis:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "opsm", "opsm:optim.lr=5e-05", 1),
+    Cell(LONG, "reuse-16", "seq-bypass", "seq-bypass:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "token-alp", "token-alp:optim.lr=5e-05", 1),
+    Cell(
+        LONG,
+        "reuse-16",
+        "token-alp-bypass",
+        "token-alp-bypass:clip_low=0.5,clip_high=1.0,optim.lr=2.5e-05",
+        1,
+    ),
+    Cell(LONG, "int4", "token-alp", "token-alp:optim.lr=5e-05", 4),
+    *(
+        Cell(None, name, f"grpo:optim.lr={rate}", "grpo:optim.lr=1e-4", 4)
+        for rate in ("8e-4", "4e-4")
+        for name in ("on-policy", "int8", "int4", "noise")
+    ),
+    Cell(LONG, "int4", "grpo:optim.lr=4e-4", "grpo", 4),
+)
+
+
+def planned(cell: Cell, seeds: int, out: Path, *, guarded: bool) -> list[PlannedRun]:
+    sets = [ON, f"guard.every={cell.every}"] if guarded else []
+    spec = cell.failing if guarded else cell.tuned
+    folder = out / (cell.model or "laboratory") / (PART if guarded else BASELINE)
+    plan = plan_experiment([spec], [regime(cell.regime)], seeds, folder, model=cell.model, sets=sets)
+    # Results are kept by method, regime and seed: the short and the long laboratory must differ in one of them.
+    named = replace(plan.runs[0].regime, name=cell.regime if cell.model else f"{cell.regime}, 11 tokens")
+    return [replace(run, regime=named) for run in plan.runs]
+
+
+def result(row: dict[str, Any]) -> float:
+    """The last evaluation: a run that was stopped by its guard ends with that of the restored policy."""
+    return row["curve"][-1]
+
+
+def baselines(cell: Cell, store: Store) -> dict[int, float]:
+    """Accuracy of the same method at its tuned rate, by seed."""
+    rows = pq.read_table(FAIR_MAP).to_pylist() if cell.model else list(store.rows.values())
+    part = "map" if cell.model else BASELINE
+    name = cell.regime if cell.model else f"{cell.regime}, 11 tokens"
+    return {
+        row["seed"]: row["accuracy"]
+        for row in rows
+        if (row["part"], row["regime"], row["method"]) == (part, name, cell.tuned) and row["accuracy"] is not None
+    }
+
+
+def table(store: Store) -> Iterable[str]:
+    yield (
+        "| method, regime | runs | stopped | accuracy with the guard | at the tuned rate | within .05 of it "
+        "| lowest result / best | returns |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    close = count = low = 0
+    for cell in CELLS:
+        name = cell.regime if cell.model else f"{cell.regime}, 11 tokens"
+        rows = [r for r in store.rows.values() if (r["part"], r["regime"], r["method"]) == (PART, name, cell.failing)]
+        tuned = baselines(cell, store)
+        rows = sorted((row for row in rows if row["seed"] in tuned), key=lambda row: row["seed"])
+        if not rows:
+            continue
+        within = [result(row) >= tuned[row["seed"]] - 0.05 for row in rows]
+        shares = [result(row) / max(row["curve"]) for row in rows]
+        returns = statistics.mean(returned(row) for row in rows)
+        yield (
+            f"| `{cell.failing}`, {name} | {len(rows)} | {sum(row['status'] == 'diverged' for row in rows)} "
+            f"| {interval(result(row) for row in rows)} | {interval(tuned[row['seed']] for row in rows)} "
+            f"| {sum(within)} | {min(shares):.2f} | {returns:.1f} |"
+        )
+        close, count, low = close + sum(within), count + len(rows), low + sum(share < 0.5 for share in shares)
+    if count:
+        yield f"\nwithin .05 of the tuned rate: {close} of {count} ({close / count:.0%}); below half of its best: {low}"
+    hours = sum(row["processor_seconds"] for row in store.rows.values()) / 3600
+    yield f"{len(store.rows)} runs took {hours:.2f} processor hours"
+
+
+def interval(values: Iterable[float]) -> str:
+    found = seed_interval(list(values))
+    assert found is not None
+    return f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def returned(row: dict[str, Any]) -> float:
+    found = [value for value in row["metrics"]["guard/returns"] if value is not None]
+    return max(found, default=0)
+
+
+def offline() -> Iterable[str]:
+    """Which stored runs of the fair map the guard would change, by how they ended without it."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    names: list[str] = []
+    for row in pq.read_table(FAIR_MAP).to_pylist():
+        accuracy = dict(zip(row["curve_steps"], row["curve"], strict=True))
+        steps, sign = KeptSteps("sort"), None
+        for index in range(row["steps"]):
+            metrics = {name: values[index] for name, values in row["metrics"].items() if values is not None}
+            metrics |= {"step": index + 1, "eval/sort/problems": 128.0}
+            metrics |= {"eval/sort/before": accuracy[0]} if index == 0 else {}
+            metrics |= {"eval/sort/greedy": accuracy[index + 1]} if index + 1 in accuracy else {}
+            steps.add(metrics)
+            sign = sign or steps.sign(("reward", "ess", "mismatch"))
+        change = row["curve"][-1] - row["curve"][0]
+        kind = "fell by .12 and more" if change < -0.12 else "did not fall" if change >= -0.02 else "fell a little"
+        counts[kind][0] += sign is not None
+        counts[kind][1] += 1
+        if sign is not None and kind == "did not fall":
+            names.append(
+                f"  {row['regime']} {row['method']} seed {row['seed']} ({row['part']}): {sign.name} {sign.text}"
+            )
+    yield from (f"{kind}: a sign in {found} of {count} runs" for kind, (found, count) in counts.items())
+    yield from names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after so many hours")
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=Path("runs/guard"))
+    parser.add_argument("--offline", action="store_true")
+    given = parser.parse_args()
+    if given.offline:
+        print(*offline(), sep="\n")
+        return
+    deadline = time.monotonic() + 3600 * given.hours
+    store = Store.open(given.results)
+    errors: list[str] = []
+    for cell in CELLS:
+        words = {cell.regime, cell.failing, cell.failing.partition(":")[0], cell.model or "laboratory"}
+        if set(given.only) <= words:
+            if not cell.model:
+                errors += train(
+                    BASELINE, planned(cell, given.seeds, given.out, guarded=False), store, given.workers, deadline
+                )
+            errors += train(PART, planned(cell, given.seeds, given.out, guarded=True), store, given.workers, deadline)
+    print(*table(store), *(f"failed: {line}" for line in errors), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

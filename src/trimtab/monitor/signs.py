@@ -1,0 +1,85 @@
+"""The first sign of a collapse in the steps of a run, and how far back its policy may be trusted. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+from trimtab.intervals import least_fall
+from trimtab.monitor.alarms import RECENT, WINDOW, Step, alarms
+
+Watched = Literal["reward", "ess", "length", "mismatch", "nonfinite"]
+
+WATCHED: dict[str, Watched] = {
+    "reward-collapse": "reward",
+    "ess": "ess",
+    "truncation": "length",
+    "length": "length",
+    "k3-large": "mismatch",
+    "undelivered": "mismatch",
+}
+"""Alarms of the monitor that are a sign, and what is watched by them."""
+LEVEL_99 = 2.576
+"""Standard errors of a 99% interval: every evaluation is compared with the best one so far."""
+
+
+class Evaluation(NamedTuple):
+    """Accuracy on `problems` held-out problems after `step` steps."""
+
+    step: int
+    accuracy: float
+    problems: float
+
+
+class Sign(NamedTuple):
+    """A sign of a collapse.
+
+    Attributes:
+        watched: what was judged.
+        name: of the rule.
+        text: what it found.
+        healthy: the newest step whose policy it does not put in doubt; 0: the policy before training.
+    """
+
+    watched: Watched
+    name: str
+    text: str
+    healthy: int
+
+
+def first_sign(steps: Sequence[Step], on: Collection[str]) -> Sign | None:
+    """Returns the first alarm at the last of the steps that is watched.
+
+    Its rule needs up to `WINDOW` steps to see anything, so that policies are trusted up to `WINDOW` steps before. An
+    alarm that holds since the first step that its rule can judge is of the setup, not of training: it is left out.
+    """
+    for alarm in alarms(steps):
+        watched = WATCHED.get(alarm.name)
+        if watched is None or watched not in on or _since_the_start(alarm.name, steps):
+            continue
+        healthy = steps[-1 - WINDOW].number if len(steps) > WINDOW else 0
+        return Sign(watched, alarm.name, alarm.detail, healthy)
+    return None
+
+
+def _since_the_start(name: str, steps: Sequence[Step]) -> bool:
+    """Whether each prefix of the steps that the rule can judge raises the alarm `name`."""
+    if len(steps) > WINDOW:
+        return False
+    judged = (alarms(steps[: count + 1]) for count in range(RECENT - 1, len(steps)))
+    return all(any(alarm.name == name for alarm in found) for found in judged)
+
+
+def accuracy_falls(evaluations: Sequence[Evaluation]) -> Sign | None:
+    """The last evaluation is below the best one: the 99% interval of the difference excludes 0 (Newcombe 1998)."""
+    if len(evaluations) < 2:
+        return None
+    *earlier, last = evaluations
+    best = max(earlier, key=lambda one: one.accuracy)
+    if not least_fall(best.accuracy, last.accuracy, last.problems, LEVEL_99) > 0:
+        return None
+    detail = (
+        f"accuracy on {last.problems:.0f} held-out problems is {last.accuracy:.2f} after step {last.step}, "
+        f"{best.accuracy:.2f} after step {best.step}"
+    )
+    return Sign("reward", "accuracy", detail, best.step)

@@ -1,0 +1,191 @@
+"""Judges each step, and returns to the last checkpoint from before the first sign of a collapse.
+
+A return restores weights, optimizer, schedule, random generators and features of that checkpoint, drops the responses
+that are waiting or being generated, multiplies the learning rate by `guard.lr_factor`, halves the lag of the sampler
+and gives it the restored weights. Steps are numbered on; discarded ones stay in metrics.jsonl, where the next step says
+which one it goes on from, and the run is longer by as many. Decisions follow from metrics.jsonl and the checkpoint, so
+that a run that is killed, also during a return, repeats them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trimtab.errors import DivergedError
+from trimtab.monitor.alarms import EXACT, SHIFT_STEPS, WINDOW
+from trimtab.monitor.signs import Sign
+from trimtab.runs.layout import checkpoint_folder, checkpoint_step
+from trimtab.text import short
+from trimtab.trainer.checkpoint import snapshot
+from trimtab.trainer.config import Config
+from trimtab.trainer.guard.history import CONTINUES_FROM, KeptSteps
+from trimtab.trainer.ranks import current_ranks
+
+EVENT, RETURNS = "guard/event", "guard/returns"
+LOST = "undelivered"
+"""Name of the rule that sees that the sampler does not have its newest weights."""
+
+
+class Guarded(snapshot.TrainerState, Protocol):
+    """What the guard calls of a trainer, besides what checkpoints need."""
+
+    def log_restored(self, marks: Mapping[str, Any]) -> None:
+        """Evaluates the restored policy, and logs it as a step of its own."""
+        ...
+
+
+@dataclass
+class GuardState:
+    """What a checkpoint keeps of the guard.
+
+    returns: number of returns so far. discarded: steps so far that do not count. lost: those that were sampled without
+    the newest weights. published: k3 before these and in them, if their weights were published again after the last
+    step. marks: metrics that the next step will have.
+    """
+
+    returns: int = 0
+    discarded: int = 0
+    lost: list[int] = field(default_factory=list)
+    published: list[float] = field(default_factory=list)
+    marks: dict[str, Any] = field(default_factory=dict)
+
+
+class Guard:
+    """The guard of a run. All ranks call it alike; the leader, which has the metrics, decides."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config.guard
+        self._task = config.task.name
+        self._sync_every = config.trainer.sync_every or 1
+        self._steps = KeptSteps(self._task)
+        self.state = GuardState()
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor of the learning rate."""
+        return self.config.lr_factor**self.state.returns
+
+    @property
+    def sync_every(self) -> int:
+        """Updates between two publications of weights."""
+        return max(1, self._sync_every >> self.state.returns)
+
+    def begin(self, trainer: Guarded) -> None:
+        """Reads the logged steps of a resumed run; saves the policy of a new one before its first step."""
+        self._steps = KeptSteps(self._task, trainer.run.metrics(), self.state.lost)
+        if trainer.step == 0:
+            snapshot.save(trainer, {})
+        most = -(-WINDOW // self.config.every) + 2
+        trainer.observer.message(f"guard      watches {', '.join(self.config.on)}; keeps up to {most} more checkpoints")
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is saved after this step."""
+        return step % self.config.every == 0
+
+    def marks(self) -> dict[str, Any]:
+        """Returns metrics of a step: how often the run returned, and what the guard did before the step."""
+        marks, self.state.marks = self.state.marks, {}
+        return marks | ({RETURNS: self.state.returns} if self.state.returns else {})
+
+    def judge(self, metrics: Mapping[str, Any]) -> Sign | None:
+        """Adds the metrics of a step; returns the first sign of a collapse in the steps so far."""
+        sign = None
+        if current_ranks().is_leader:
+            self._steps.add(metrics)
+            sign = self._not_repaired() or self._steps.sign(self.config.on)
+        data = json.loads(current_ranks().broadcast(json.dumps(sign).encode()))
+        return None if data is None else Sign(*data)
+
+    def _not_repaired(self) -> Sign | None:
+        """Says that weights that were published again did not arrive: k3 is nearer to that without them."""
+        published, self.state.published = self.state.published, []
+        if not published:
+            return None
+        before, without = published
+        now = max(self._steps.k3(1)[0], EXACT)
+        if not math.log(now) > (math.log(before) + math.log(without)) / 2:
+            return None
+        first = min(self.state.lost[-SHIFT_STEPS:])
+        healthy = max((number for number in self._steps.numbers if number < first), default=0)
+        text = f"k3 is {short(now)} after the weights were published again, {short(before)} before they were lost"
+        return Sign("mismatch", "publication", text, healthy)
+
+    def nonfinite(self, error: DivergedError, step: int) -> Sign | None:
+        """Returns the sign of updates that were not finite, after `step` finished steps; None if it is not watched."""
+        return Sign("nonfinite", "nonfinite", str(error), step) if "nonfinite" in self.config.on else None
+
+    def no_signal(self, idle: int, step: int) -> Sign | None:
+        """Returns the sign of steps without a training signal, unless the reward is as high as before them."""
+        if "reward" not in self.config.on:
+            return None
+        low = current_ranks().broadcast_bool(self._steps.reward_is_low(idle))
+        text = f"{idle} steps in a row had no training signal, and their reward is low"
+        return Sign("reward", "no-signal", text, max(step - idle, 0)) if low else None
+
+    def needed_checkpoints(self, trainer: Guarded) -> set[int]:
+        """Returns the steps of checkpoints that must stay; of the leader, who deletes others."""
+        return self._steps.needed(self._snapshots(trainer))
+
+    def _snapshots(self, trainer: Guarded) -> list[int]:
+        """Returns the steps of all checkpoints, oldest first, without those of discarded steps."""
+        counted = {0, *self._steps.numbers}
+        return [step for step in map(checkpoint_step, trainer.run.checkpoints()) if step in counted]
+
+    def act(self, trainer: Guarded, sign: Sign) -> bool:
+        """Publishes lost weights again, or returns to an earlier policy; whether that policy was saved as this step."""
+        if sign.name == LOST:
+            self._publish_again(trainer, sign)
+            return False
+        snapshots = [step for step in self._snapshots(trainer) if step <= sign.healthy] or self._snapshots(trainer)[:1]
+        start = int(current_ranks().broadcast(json.dumps(snapshots[-1:]).encode())[1:-1])
+        self.state.returns += 1
+        restored = snapshot.go_back(trainer, start, self.state.returns)
+        self.state.discarded = trainer.step - (start - restored["guard"]["discarded"])
+        text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {start}"
+        self.state.marks = {CONTINUES_FROM: start, EVENT: text}
+        trainer.learner.lr_factor = self.lr_factor
+        if self.exhausted:
+            trainer.observer.message(f"{text}, for the last time")
+            trainer.log_restored(self.marks())
+            return True
+        lag = f" and weights are published every {self.sync_every} updates" if self._sync_every > 1 else ""
+        trainer.observer.message(f"{text}; the learning rate is {self.lr_factor:g} of the recipe's{lag}")
+        snapshot.save(trainer, {})
+        return True
+
+    def _publish_again(self, trainer: Guarded, sign: Sign) -> None:
+        trainer.publish_now()
+        text = f"step {trainer.step}: {sign.name}: {sign.text}; published the weights again"
+        self.state.marks = {EVENT: text}
+        trainer.observer.message(text)
+        if current_ranks().is_leader:
+            self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])
+            without = self._steps.k3(1)[0]
+            self._steps.leave_out(lost)
+            before = statistics.median(self._steps.k3(WINDOW) or [EXACT])
+            self.state.published = [max(before, EXACT), without]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run has returned more often than it may."""
+        return self.state.returns > self.config.times
+
+    def raise_if_exhausted(self, trainer: Guarded) -> None:
+        """Raises `DivergedError` after too many returns; the last one is saved."""
+        if self.exhausted:
+            last = checkpoint_folder(trainer.run.checkpoint_root, trainer.step)
+            raise DivergedError(
+                f"the guard has returned {self.config.times} times, and the run failed again: {last} has the last "
+                "policy from before; choose a stricter correction or a lower optim.lr"
+            )
+
+    def load(self, trainer: Guarded, saved: Mapping[str, Any]) -> None:
+        """Restores `state` in a resumed run."""
+        self.state = GuardState(**saved)
+        trainer.learner.lr_factor = self.lr_factor
+        trainer.source.halve_lag(self.state.returns)

@@ -1,0 +1,204 @@
+"""Runs that save themselves: real runs of the laboratory that collapse, lose weights, or are killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.faulty_engines import Wrapped
+from tests.support.run_results import Messages, untimed
+from torch import Tensor
+
+from trimtab.errors import DivergedError
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS, list_checkpoints
+from trimtab.trainer.checkpoint import store
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.factory import build_engines
+from trimtab.trainer.models.load import LoadedModel
+from trimtab.trainer.run import train
+from trimtab.types import Engine
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ("trainer.steps=16", "trainer.prompts=4", "trainer.samples=4", "eval.problems=64", "eval.every=4")
+SMALL += ("checkpoint.every=0", "log.trajectories_every=0", "trainer.max_idle_steps=0", "objective.name=grpo")
+GUARD = ('guard.on=["reward","ess","mismatch","nonfinite"]', "guard.every=4")
+COLLAPSES = ("optim.lr=4e-3", "optim.warmup=0")
+
+
+def recipe(*overrides: str) -> Config:
+    return load_config("laboratory", ('unset=["objective"]', *SMALL, *overrides))
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    return load_file(list_checkpoints(out / "checkpoints")[-1] / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose learning rate is far too high."""
+    out = tmp_path_factory.mktemp("guard") / "saved"
+    train(recipe(*GUARD, *COLLAPSES, "guard.lr_factor=0.1"), out=out)
+    return out
+
+
+def test_a_collapse_is_discarded_and_the_run_learns_with_a_lower_rate(saved: Path) -> None:
+    rows = read_metrics(saved / METRICS)
+    continued = [row for row in rows if "guard/continues_from" in row]
+    assert continued
+    assert continued[0]["guard/continues_from"] == 0
+    assert "accuracy" in continued[0]["guard/event"]
+    discarded = continued[0]["step"] - 1
+    assert continued[0]["optim/lr"] == pytest.approx(4e-4)
+    assert [row["step"] for row in rows] == list(range(1, rows[-1]["step"] + 1)), "discarded steps stay in the file"
+    assert rows[-1]["updates"] == 16, "the steps that count are those of the recipe"
+    assert rows[-1]["step"] >= 16 + discarded
+    assert rows[discarded - 1]["eval/sort/greedy"] < rows[-1]["eval/sort/greedy"]
+
+
+def test_without_a_sign_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    for name, guard in (("with", GUARD), ("without", ())):
+        train(recipe(*guard, "trainer.steps=6"), out=tmp_path / name)
+    assert untimed(tmp_path / "with") == untimed(tmp_path / "without")
+    one, other = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_after_so_many_returns_it_stops_with_the_last_good_policy(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(DivergedError, match=r"the guard has returned 1 times.*step-\d+ has the last policy"):
+        train(recipe(*GUARD, *COLLAPSES, "guard.lr_factor=0.99", "guard.times=1"), out=out)
+    rows = read_metrics(out / METRICS)
+    assert rows[-1]["guard/returns"] == 2
+    restored = store.latest(out / "checkpoints")
+    assert restored is not None
+    assert restored.step == rows[-1]["step"]
+    assert rows[-1]["eval/sort/greedy"] == rows[0]["eval/sort/before"], "the policy before training is back"
+
+
+class LosesWeights(Wrapped):
+    """Drops every publication from one version on, until one of them is repeated; reports success."""
+
+    def __init__(self, engine: Engine, first: int, *, for_good: bool) -> None:
+        super().__init__(engine)
+        self.first, self.for_good, self.seen, self.repaired = first, for_good, -1, False
+        self.version = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self.version
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
+        given = list(weights)
+        self.repaired |= version == self.seen and not self.for_good and not as_is
+        self.seen = self.version = version
+        if version < self.first or self.repaired or as_is:
+            self.engine.update_weights(given, version, as_is=as_is)
+
+
+def losing(first: int, *, for_good: bool) -> Any:
+    def build(config: Config, loaded: LoadedModel, folder: Path) -> Sequence[Engine]:
+        (engine,) = build_engines(config, loaded, folder, lambda _: None)
+        return [LosesWeights(engine, first, for_good=for_good)]
+
+    return build
+
+
+LOSING = ("trainer.steps=16", "eval.every=0", "optim.lr=3e-4", "optim.warmup=0")
+
+
+def test_lost_weights_are_published_again_without_a_return(tmp_path: Path) -> None:
+    observer = Messages()
+    train(recipe(*GUARD, *LOSING), out=tmp_path / "run", engines=losing(8, for_good=False), observer=observer)
+    rows = read_metrics(tmp_path / "run" / METRICS)
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    assert not any("guard/returns" in row for row in rows)
+    (repaired,) = [row for row in rows if "guard/event" in row]
+    assert "published the weights again" in repaired["guard/event"]
+    assert 10 <= repaired["step"] <= 13
+    assert repaired["mismatch/k3"] < rows[repaired["step"] - 2]["mismatch/k3"] / 100
+    assert sum("published the weights again" in line for line in observer.lines) == 1
+
+
+def test_weights_that_are_lost_for_good_are_a_reason_to_return(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="the guard has returned 0 times"):
+        train(recipe(*GUARD, *LOSING, "guard.times=0"), out=tmp_path / "run", engines=losing(8, for_good=True))
+    rows = read_metrics(tmp_path / "run" / METRICS)
+    assert "publication" in rows[-1]["guard/event"]
+
+
+def becomes_infinite(monkeypatch: pytest.MonkeyPatch, calls: range) -> None:
+    """Plants a fault: the losses of these calls are infinite."""
+    from trimtab.trainer.learner import Learner
+
+    own, count = Learner._guarded_step, iter(range(10_000))
+
+    def planted(self: Learner, loss_sum: Tensor, stats: Any) -> None:
+        own(self, loss_sum + torch.inf if next(count) in calls else loss_sum, stats)
+
+    monkeypatch.setattr(Learner, "_guarded_step", planted)
+
+
+def test_losses_that_are_not_finite_return_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    becomes_infinite(monkeypatch, range(6, 9))  # three in a row, which ends a run without a guard
+    train(recipe(*GUARD, "trainer.steps=10", "eval.every=0"), out=tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / METRICS)
+    (continued,) = [row for row in rows if "guard/continues_from" in row]
+    assert "nonfinite" in continued["guard/event"]
+    assert rows[-1]["updates"] == 10
+
+
+def test_losses_that_stay_infinite_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    becomes_infinite(monkeypatch, range(6, 10_000))
+    with pytest.raises(DivergedError, match="the guard has returned 3 times"):
+        train(recipe(*GUARD, "trainer.steps=10", "eval.every=0"), out=tmp_path / "run")
+
+
+def guarded_in_child(out: str, resume: bool) -> None:
+    train(recipe(*GUARD, *COLLAPSES, "guard.lr_factor=0.1", "trainer.minibatches=2"), out=out, resume=resume)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trimtab.trainer.run"])
+
+    def child(out: Path) -> Any:
+        process = context.Process(target=guarded_in_child, args=(str(out), (out / "config.toml").exists()))
+        process.start()
+        return process
+
+    whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random(1)
+    process = child(whole)
+    process.join()
+    assert process.exitcode == 0
+    kills = 0
+    while kills < 10:
+        process = child(killed)
+        before = (killed / METRICS).stat().st_size if (killed / METRICS).exists() else 0
+        steps = rng.randint(0, 4)  # a return is between two steps
+        while process.exitcode is None and steps:
+            process.join(timeout=0.005)
+            size = (killed / METRICS).stat().st_size if (killed / METRICS).exists() else 0
+            steps, before = steps - (size > before), size
+        time.sleep(rng.uniform(0.0, 0.08))
+        if process.exitcode is not None:
+            break
+        process.kill()
+        process.join()
+        kills += 1
+    process = child(killed)
+    process.join()
+    assert process.exitcode == 0
+    assert kills >= 5, "the run was long enough to be killed often"
+    assert untimed(killed) == untimed(whole)
+    one, other = weights(killed), weights(whole)
+    assert all(torch.equal(one[name], other[name]) for name in other)

@@ -1,0 +1,71 @@
+"""The steps that count after returns, and the checkpoints that a return may need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.trainer.guard.history import CONTINUES_FROM, KeptSteps
+
+
+def row(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"step": step, "mismatch/k3": 1e-3, "reward/mean": 0.5, **metrics}
+
+
+def accuracy(value: float) -> dict[str, float]:
+    return {"eval/sort/greedy": value, "eval/sort/problems": 128.0}
+
+
+def test_discarded_steps_do_not_count() -> None:
+    kept = KeptSteps("sort", [row(step) for step in range(1, 8)])
+    kept.add(row(8, **{CONTINUES_FROM: 3}))
+    assert kept.numbers == [1, 2, 3, 8]
+    kept.add(row(9))
+    kept.add(row(10, **{CONTINUES_FROM: 2}))
+    assert kept.numbers == [1, 2, 10]
+
+
+def test_discarded_evaluations_do_not_count() -> None:
+    before = {"eval/sort/before": 0.7, **accuracy(0.7)}
+    kept = KeptSteps("sort", [row(1, **before), row(2, **accuracy(0.9)), row(3, **accuracy(0.5))])
+    sign = kept.sign(["reward"])
+    assert sign is not None
+    assert sign.healthy == 2
+    kept.add(row(4, **{CONTINUES_FROM: 1}, **accuracy(0.65)))
+    assert kept.sign(["reward"]) is None, "0.9 was of a discarded step"
+    kept.add(row(5))
+    kept.add(row(6, **accuracy(0.4)))
+    sign = kept.sign(["reward"])
+    assert sign is not None
+    assert sign.healthy == 0, "the accuracy before training counts at step 0, not at the step that repeats it"
+
+
+def test_an_evaluation_is_judged_once() -> None:
+    kept = KeptSteps("sort", [row(1, **{"eval/sort/before": 0.9}, **accuracy(0.9)), row(2, **accuracy(0.2))])
+    assert kept.sign(["reward"]) is not None
+    assert kept.sign(["ess"]) is None
+    kept.add(row(3))
+    assert kept.sign(["reward"]) is None
+
+
+def test_needed_checkpoints_are_the_young_ones_and_the_last_trusted_one() -> None:
+    kept = KeptSteps("sort", [row(step) for step in range(1, 43)])
+    assert kept.needed([0, 10, 20, 30, 40]) == {20, 30, 40}
+    kept.add(row(43, **accuracy(0.9)))
+    kept = KeptSteps("sort", [row(step, **(accuracy(0.9) if step == 12 else {})) for step in range(1, 43)])
+    assert kept.needed([0, 10, 20, 30, 40]) == {10, 20, 30, 40}, "and the one before the best evaluation"
+    assert KeptSteps("sort").needed([0]) == {0}
+
+
+def test_steps_left_out_are_not_read() -> None:
+    kept = KeptSteps("sort", [row(step) for step in range(1, 30)] + [row(30, **{"mismatch/k3": 1.0})])
+    assert kept.k3(2) == [1e-3, 1.0]
+    kept.leave_out([30])
+    assert kept.k3(2) == [1e-3, 1e-3]
+
+
+def test_reward_is_low_against_the_best_of_as_many_steps() -> None:
+    rewards = [0.6] * 10 + [0.2] * 5
+    kept = KeptSteps("sort", [row(step, **{"reward/mean": value}) for step, value in enumerate(rewards, start=1)])
+    assert kept.reward_is_low(5)
+    assert not kept.reward_is_low(10), "(5 * 0.6 + 5 * 0.2) / 10 = 0.4 is more than half of 0.6"
+    assert not KeptSteps("sort").reward_is_low(5)
