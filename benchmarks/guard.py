@@ -1,9 +1,9 @@
 """What `[guard]` does for runs that collapse, for runs that do not, and what it costs.
 
     python benchmarks/guard.py [--hours 2] [--only stale-32 grpo] [--seeds 8]    # trains; goes on where it was stopped
-    python benchmarks/guard.py --hours 0 [--figure docs/images/guard.png]        # of the runs that are there
+    python benchmarks/guard.py --hours 0       # tables of the runs that are there
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
-    python benchmarks/guard.py --cost          # a step with the guard against one without, in alternation
+    python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
 `CELLS` are the cells of the fair map whose mean at published settings is more than .05 below that of the same method
 at its tuned rate and below the accuracy before training, and cells of the sweeps of rates that fail. Each run with the
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +28,12 @@ import pyarrow.parquet as pq
 from fair_map import RESULTS as FAIR_MAP
 from fair_map import Store, train
 from trimtab.intervals import seed_interval
+from trimtab.trainer.config import load_config
 from trimtab.trainer.guard.history import KeptSteps
 from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
 from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train as train_run
 
 RESULTS = FAIR_MAP.with_name("guard.parquet")
 PART, BASELINE = "guard", "baseline"
@@ -166,6 +170,34 @@ def offline() -> Iterable[str]:
     yield from names
 
 
+class Clock(NullObserver):
+    """Notes when each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def cost(model: str, rounds: int) -> Iterable[str]:
+    """Seconds of a step with and without the guard, by round; checkpoints of the guard included."""
+    recipe = model if model in ("laboratory", LONG) else "quickstart"
+    sets = ["trainer.steps=31", "eval.every=0", "eval.problems=8", "checkpoint.every=0", "log.trajectories_every=0"]
+    ratios: list[float] = []
+    for number in range(rounds):
+        seconds = []
+        for guard in ([], [ON]):
+            clock = Clock()
+            with tempfile.TemporaryDirectory() as folder:
+                train_run(load_config(recipe, [*sets, *guard]), out=Path(folder) / "run", observer=clock)
+            # From the first step to the 30th: the 31st saves the last checkpoint of both.
+            seconds.append((clock.ends[29] - clock.ends[0]) / 29)
+        ratios.append(seconds[1] / seconds[0])
+        yield f"round {number + 1}: without {seconds[0]:.4f} s, with {seconds[1]:.4f} s a step, {ratios[-1] - 1:+.1%}"
+    yield f"{recipe}: median {statistics.median(ratios) - 1:+.1%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both")
@@ -174,8 +206,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))
-    parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--offline", action="store_true", help="signs in the stored runs of the fair map")
+    parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
+    parser.add_argument("--rounds", type=int, default=5, help="of --cost")
     given = parser.parse_args()
+    if given.cost:
+        for line in cost(given.cost, given.rounds):
+            print(line, flush=True)
+        return
     if given.offline:
         print(*offline(), sep="\n")
         return

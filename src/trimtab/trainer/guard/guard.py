@@ -103,11 +103,11 @@ class Guard:
 
     def _not_repaired(self) -> Sign | None:
         """Says that weights that were published again did not arrive: k3 is nearer to that without them."""
-        published, self.state.published = self.state.published, []
-        if not published:
+        now = self._steps.last_k3
+        if not self.state.published or math.isnan(now):  # not measured in this step: the next one decides
             return None
-        before, without = published
-        now = max(self._steps.k3(1)[0], EXACT)
+        (before, without), self.state.published = self.state.published, []
+        now = max(now, EXACT)
         if not math.log(now) > (math.log(before) + math.log(without)) / 2:
             return None
         first = min(self.state.lost[-SHIFT_STEPS:])

@@ -64,6 +64,11 @@ class KeptSteps:
     def numbers(self) -> list[int]:
         return [step.number for step in self._steps]
 
+    @property
+    def last_k3(self) -> float:
+        """k3 of the last step; NaN if it did not measure it."""
+        return self._steps[-1][K3]
+
     def k3(self, count: int) -> list[float]:
         """Returns k3 of the last `count` steps that measured it."""
         values = (step[K3] for step in reversed(self._steps))
