@@ -53,27 +53,20 @@ class Cell(NamedTuple):
 
 CELLS = (
     Cell(LONG, "stale-32", "grpo", "grpo:optim.lr=1.25e-05", 4),
-    Cell(LONG, "stale-32", "opsm", "opsm:optim.lr=1.25e-05", 4),
-    Cell(LONG, "reuse-16", "m2po", "m2po:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "grpo", "grpo:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "token-tis", "token-tis:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "opsm", "opsm:optim.lr=5e-05", 1),
-    Cell(LONG, "reuse-16", "seq-bypass", "seq-bypass:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "token-alp", "token-alp:optim.lr=5e-05", 1),
-    Cell(
-        LONG,
-        "reuse-16",
-        "token-alp-bypass",
-        "token-alp-bypass:clip_low=0.5,clip_high=1.0,optim.lr=2.5e-05",
-        1,
-    ),
-    Cell(LONG, "int4", "token-alp", "token-alp:optim.lr=5e-05", 4),
     *(
         Cell(None, name, f"grpo:optim.lr={rate}", "grpo:optim.lr=1e-4", 4)
         for rate in ("8e-4", "4e-4")
         for name in ("on-policy", "int8", "int4", "noise")
     ),
+    Cell(LONG, "reuse-16", "m2po", "m2po:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "grpo", "grpo:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "token-tis", "token-tis:optim.lr=2.5e-05", 1),
+    Cell(LONG, "stale-32", "opsm", "opsm:optim.lr=1.25e-05", 4),
     Cell(LONG, "int4", "grpo:optim.lr=4e-4", "grpo", 4),
+    Cell(LONG, "reuse-16", "opsm", "opsm:optim.lr=5e-05", 1),
+    Cell(LONG, "reuse-16", "seq-bypass", "seq-bypass:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "token-alp", "token-alp:optim.lr=5e-05", 1),
+    Cell(LONG, "int4", "token-alp", "token-alp:optim.lr=5e-05", 4),
 )
 
 
@@ -176,7 +169,7 @@ class Clock(NullObserver):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def step(self, metrics: Mapping[str, float | str]) -> None:
+    def step(self, metrics: Mapping[str, float | str]) -> None:  # noqa: ARG002 - of the protocol
         self.ends.append(time.perf_counter())
 
 

@@ -80,29 +80,12 @@ def test_a_right_loss_is_equal() -> None:
         ({"kl": lambda d: d**2 / 2}, "kl", ["k2 with the coefficient 0.04", "none"]),
         ({"kl": lambda d: (-d).exp() - 1 + d}, "kl", ["k3 of the reverse direction with the coefficient 0.04"]),
         ({"kl": lambda d: d}, "kl", ["k1 of the reverse direction with the coefficient 0.04"]),
-        ({"kl": lambda d: (-d).exp() - 1 + d}, "kl", ["k3 of the reverse direction with the coefficient 0.04"]),
-        ({"kl": lambda d: d}, "kl", ["k1 of the reverse direction with the coefficient 0.04"]),
     ],
 )
 def test_a_mistake_is_named_first_with_its_figure(changes: dict[str, Any], kind: str, figures: list[str]) -> None:
     first = found(planted(**changes))[0]
     assert first[0] == kind
     assert [figure for figure in figures if figure not in first[1]] == []
-
-
-@pytest.mark.parametrize(("bound", "reach"), [(torch.inf, 20), (10.0, 10)])
-def test_another_clamp_of_the_exponent_is_a_note(bound: float, reach: int) -> None:
-    def own_clamp(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, num_sequences: int) -> Tensor:
-        near = torch.where(mask, logps - old_logps, 0.0).clamp(-bound, bound)
-        loss = -torch.min(near.exp() * advantages, near.exp().clamp(0.8, 1.2) * advantages)
-        return (torch.where(mask, loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum() / num_sequences
-
-    answer = check(of_function(own_clamp), trimtab.objective("grpo"), spec="grpo")
-    assert (answer.equal, [one.kind for one in answer.notes]) == (True, ["exponent"])
-    assert f"|log-ratio| <= {reach}, " in answer.notes[0].text
-    assert "own_clamp is grpo, except as noted: " in answer.text().partition("\n")[0]
-    assert check(of_function(own_clamp), trimtab.objective("grpo"), ignore=["exponent"]).notes == []
-    assert_loss(own_clamp, "grpo")
 
 
 @pytest.mark.parametrize(("bound", "reach"), [(torch.inf, 20), (10.0, 10)])
@@ -150,10 +133,6 @@ OF_KEPT = "tokens = tokens * keep.sum() / mask.sum()\n    return torch.where("
 OF_KEPT_IN_ROW = "length = (mask & (weight > 0)).sum(1, keepdim=True).clamp(min=1)"
 NORMALIZED = "weight = weight / weight[mask].mean()\n    losses ="
 EXP = ".clamp(-20, 20).exp()"
-LATE = "zero)\n    behavior = torch.nn.functional.pad(behavior[:, :-1], (1, 0))\n    advantage ="
-KEPT_IN_ROW = "(losses / keep.sum(1, keepdim=True).clamp(min=1)).sum()"
-RATIO, CLIPPED = "torch.minimum(ratio * advantage, ", "ratio.clamp(0.8, 1.2) * advantage)"
-PRODUCT = "torch.minimum(rho * ratio * advantage, (rho * ratio).clamp(0.8, 1.2) * advantage)"
 LATE = "zero)\n    behavior = mask * torch.nn.functional.pad(behavior[:, :-1], (1, 0))\n    advantage ="
 KEPT_IN_ROW = "(losses / keep.sum(1, keepdim=True).clamp(min=1)).sum()"
 RATIO, CLIPPED = "torch.minimum(ratio * advantage, ", "ratio.clamp(0.8, 1.2) * advantage)"
@@ -189,22 +168,6 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
             "over all positions, padding too, in",
         ),
         ("token-tis", "rho.clamp(max=2)", "torch.where(rho <= 2, rho, 0.0)", "weight", "do not set it to 0"),
-        ("geo-mask", "zero)\n    advantage =", LATE, "alignment", "one too early or too late"),
-        ("cispo", ".clamp(max=5)", "", "clip", "the cap is missing"),
-        ("gspo", "clamp(0.9997, 1.0004)", "clamp(min=0.9997)", "clip", "in gspo it is 0 beyond 1.0004: the bound is"),
-        ("grpo", RATIO + CLIPPED, CLIPPED[:-1], "clip", "the minimum with the term that is not clipped is missing"),
-        ("token-tis", RATIO + CLIPPED, PRODUCT, "weight", "the clip is on the weight times the ratio"),
-        ("geo-mask", "(log_rho.sum(1, keepdim=True) / length)", "log_rho", "level", "rejected per token, not per"),
-        ("seq-mis", "log_rho.sum(1, keepdim=True)", "log_rho", "level", "ratio of the token, not of the product over"),
-        ("opsm", "(losses / length).sum()", KEPT_IN_ROW, "denominator", "where advantages differ within a response"),
-        (
-            "dppo",
-            "tokens = mask.sum()",
-            "tokens = keep.sum()",
-            "default",
-            "tokens that the mask rejects are not counted",
-        ),
-        ("dppo", "losses = torch.where(keep, -", "losses = torch.where(mask, -", "clip", "π/μ of a"),
         ("geo-mask", "zero)\n    advantage =", LATE, "alignment", "one too early or too late"),
         ("cispo", ".clamp(max=5)", "", "clip", "the cap is missing"),
         ("gspo", "clamp(0.9997, 1.0004)", "clamp(min=0.9997)", "clip", "in gspo it is 0 beyond 1.0004: the bound is"),
