@@ -2,6 +2,7 @@
 
     python benchmarks/guard.py [--hours 2] [--only stale-32 grpo] [--seeds 8]    # trains; goes on where it was stopped
     python benchmarks/guard.py --hours 0       # tables of the runs that are there
+    python benchmarks/guard.py --figure docs/images/guard.png
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
     python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
@@ -20,13 +21,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import pyarrow.parquet as pq
 
+from fair_map import BLUE, Store, train
 from fair_map import RESULTS as FAIR_MAP
-from fair_map import Store, train
 from trimtab.intervals import seed_interval
 from trimtab.trainer.config import load_config
 from trimtab.trainer.guard.history import KeptSteps
@@ -163,6 +166,30 @@ def offline() -> Iterable[str]:
     yield from names
 
 
+def draw(store: Store, path: Path) -> None:
+    """Held-out accuracy of one run with and without the guard: `grpo` at stale-32, the first seed."""
+    without = next(
+        row
+        for row in pq.read_table(FAIR_MAP).to_pylist()
+        if (row["part"], row["regime"], row["method"], row["seed"]) == ("map", "stale-32", "grpo", 0)
+    )
+    row = store.rows[PART, "grpo", "stale-32", 0]
+    returns = [value or 0 for value in row["metrics"]["guard/returns"]]
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    axes.plot(without["curve_steps"], without["curve"], color="#8c8c8c", marker="o", markersize=3, label="without")
+    axes.plot(row["curve_steps"], row["curve"], color=BLUE, marker="o", markersize=3, label="with [guard]")
+    for step, (before, after) in enumerate(pairwise([0, *returns]), start=1):
+        if after > before:
+            axes.axvline(step - 0.5, color=BLUE, linewidth=1, linestyle=":")
+            axes.text(step, 1.0, "returned", color=BLUE, fontsize=8, va="top")
+    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1.02))
+    axes.grid(axis="y", color="#eeeeee")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="center right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+
+
 class Clock(NullObserver):
     """Notes when each step ended."""
 
@@ -200,6 +227,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))
     parser.add_argument("--offline", action="store_true", help="signs in the stored runs of the fair map")
+    parser.add_argument("--figure", type=Path, help="draw one run with and without the guard")
     parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
     parser.add_argument("--rounds", type=int, default=5, help="of --cost")
     given = parser.parse_args()
@@ -209,6 +237,9 @@ def main() -> None:
         return
     if given.offline:
         print(*offline(), sep="\n")
+        return
+    if given.figure:
+        draw(Store.open(given.results), given.figure)
         return
     deadline = time.monotonic() + 3600 * given.hours
     store = Store.open(given.results)

@@ -145,7 +145,7 @@ class Guard:
         start = int(current_ranks().broadcast(json.dumps(snapshots[-1:]).encode())[1:-1])
         self.state.returns += 1
         restored = snapshot.go_back(trainer, start, self.state.returns)
-        self.state.discarded = trainer.step - (start - restored["guard"]["discarded"])
+        self.state.discarded = trainer.step - (start - restored["guard"].get("discarded", 0))
         text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {start}"
         self.state.marks = {CONTINUES_FROM: start, EVENT: text}
         trainer.learner.lr_factor = self.lr_factor
