@@ -4,6 +4,7 @@
     python benchmarks/guard.py --hours 0       # tables of the runs that are there
     python benchmarks/guard.py --figure docs/images/guard.png
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
+    python benchmarks/guard.py --lost 20       # samplers whose weights stop arriving at a random step
     python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
 `CELLS` are the cells of the fair map whose mean at published settings is more than .05 below that of the same method
@@ -15,10 +16,12 @@ was not discarded.
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -31,12 +34,17 @@ import pyarrow.parquet as pq
 from fair_map import BLUE, Store, train
 from fair_map import RESULTS as FAIR_MAP
 from trimtab.intervals import seed_interval
-from trimtab.trainer.config import load_config
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.guard.history import KeptSteps
 from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
 from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.observer import NullObserver
 from trimtab.trainer.run import train as train_run
+from trimtab.types import Engine
 
 RESULTS = FAIR_MAP.with_name("guard.parquet")
 PART, BASELINE = "guard", "baseline"
@@ -190,6 +198,46 @@ def draw(store: Store, path: Path) -> None:
     figure.savefig(path, dpi=160, metadata={"Software": None})
 
 
+class LosesWeights:
+    """An engine that keeps its weights from one version on, until a publication is repeated; reports the new ones."""
+
+    def __init__(self, engine: Engine, first: int) -> None:
+        self.engine, self.first, self.repaired = engine, first, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
+        self.repaired |= version == self.engine.policy_version >= self.first and not as_is
+        if version >= self.first and not self.repaired and not as_is:
+            weights, as_is = [(name, weight.clone()) for name, weight in self.engine.named_weights()], True
+        self.engine.update_weights(weights, version, as_is=as_is)
+
+
+def lost_weights(runs: int) -> Iterable[str]:
+    """Runs whose sampler gets no new weights from a random step on: how the guard repairs them, by sampler."""
+    for name in ("on-policy", "bf16", "int8", "int4", "noise"):
+        outcomes: Counter[str] = Counter()
+        delays: list[int] = []
+        for seed in range(runs):
+            first = random.Random(f"{name} {seed}").randrange(5, 56)
+            sets = [*regime(name).settings, "trainer.steps=60", "eval.every=0", "eval.problems=8", f"seed={seed}"]
+            sets += [ON, "trainer.prompts=8", "log.trajectories_every=0", "checkpoint.every=0"]
+
+            def build(config: Config, loaded: LoadedModel, folder: Path, first: int = first) -> list[Any]:
+                return [LosesWeights(engine, first) for engine in build_engines(config, loaded, folder, print)]
+
+            with tempfile.TemporaryDirectory() as folder:
+                train_run(load_config("laboratory", sets), out=Path(folder) / "run", engines=build)
+                rows = read_metrics(Path(folder) / "run" / METRICS)
+            events = [row for row in rows if "guard/event" in row]
+            returned = any("guard/returns" in row for row in rows)
+            outcomes["returned" if returned else "repaired" if events else "not seen"] += 1
+            delays += [events[0]["step"] - 1 - first] if events else []
+        counts = ", ".join(f"{count} {word}" for word, count in outcomes.most_common())
+        yield f"{name}: {counts} of {runs}; seen after {statistics.median(delays or [math.nan]):g} steps (median)"
+
+
 class Clock(NullObserver):
     """Notes when each step ended."""
 
@@ -229,6 +277,7 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="signs in the stored runs of the fair map")
     parser.add_argument("--figure", type=Path, help="draw one run with and without the guard")
     parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
+    parser.add_argument("--lost", type=int, metavar="RUNS", help="runs of each sampler that loses its weights")
     parser.add_argument("--rounds", type=int, default=5, help="of --cost")
     given = parser.parse_args()
     if given.cost:
@@ -237,6 +286,10 @@ def main() -> None:
         return
     if given.offline:
         print(*offline(), sep="\n")
+        return
+    if given.lost:
+        for line in lost_weights(given.lost):
+            print(line, flush=True)
         return
     if given.figure:
         draw(Store.open(given.results), given.figure)
