@@ -185,11 +185,13 @@ def draw(store: Store, path: Path) -> None:
     returns = [value or 0 for value in row["metrics"]["guard/returns"]]
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     axes.plot(without["curve_steps"], without["curve"], color="#8c8c8c", marker="o", markersize=3, label="without")
-    axes.plot(row["curve_steps"], row["curve"], color=BLUE, marker="o", markersize=3, label="with [guard]")
-    for step, (before, after) in enumerate(pairwise([0, *returns]), start=1):
-        if after > before:
-            axes.axvline(step - 0.5, color=BLUE, linewidth=1, linestyle=":")
-            axes.text(step, 1.0, "returned", color=BLUE, fontsize=8, va="top")
+    steps = [step - 0.5 for step, (before, after) in enumerate(pairwise([0, *returns]), start=1) if after > before]
+    for start, end in pairwise([-1, *steps, math.inf]):
+        part = [(x, y) for x, y in zip(row["curve_steps"], row["curve"], strict=True) if start < x < end]
+        axes.plot(*zip(*part, strict=True), color=BLUE, marker="o", markersize=3, label="with [guard]" * (start < 0))
+    for step in steps:
+        axes.axvline(step, color=BLUE, linewidth=1, linestyle=":")
+        axes.text(step + 0.7, 1.0, "returned", color=BLUE, fontsize=8, va="top")
     axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1.02))
     axes.grid(axis="y", color="#eeeeee")
     axes.spines[["top", "right"]].set_visible(False)

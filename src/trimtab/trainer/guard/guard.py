@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from trimtab.errors import DivergedError
 from trimtab.monitor.alarms import EXACT, SHIFT_STEPS, WINDOW
-from trimtab.monitor.signs import Sign
+from trimtab.monitor.collapse_signs import Sign
 from trimtab.runs.layout import checkpoint_folder, checkpoint_step
 from trimtab.text import short
 from trimtab.trainer.checkpoint import snapshot

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trimtab.monitor.alarms import COLLAPSED_SHARE, WINDOW, History, Step
+from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign
 from trimtab.monitor.scalars import steps_of
-from trimtab.monitor.signs import Evaluation, Sign, accuracy_falls, first_sign
 
 CONTINUES_FROM = "guard/continues_from"
 """Metric of the first step after a return: the step whose policy it went on from. Steps between are discarded."""

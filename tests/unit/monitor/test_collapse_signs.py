@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trimtab.intervals import least_fall, wilson
 from trimtab.monitor.alarms import WINDOW, Step
-from trimtab.monitor.signs import Evaluation, accuracy_falls, first_sign
+from trimtab.monitor.collapse_signs import Evaluation, accuracy_falls, first_sign
 
 
 def steps(ess: list[float], k3: float = 1e-4) -> list[Step]:
