@@ -15,17 +15,17 @@ REFERENCES = re.compile(r"\bSources?: .*")
 
 def units(markdown: str) -> Iterator[str]:
     """Paragraphs, headings and list items, each on one line; without code blocks, tables and comments."""
-    open_unit: list[str] = []
+    unit: list[str] = []
     for line in [*BLOCK.sub("\n", markdown).splitlines(), ""]:
-        text = line.lstrip(" >")
-        starts = ITEM.match(line) or HEADING.match(line)
-        ends = not text or text.startswith("|") or starts
-        if ends and open_unit:
-            yield " ".join(open_unit)
-            open_unit = []
-        if not text or text.startswith("|") or (not open_unit and line.startswith("    ")):
-            continue
-        open_unit.append(line[starts.end() :] if starts else text)
+        text, item, heading = line.lstrip(" >"), ITEM.match(line), HEADING.match(line)
+        code = not unit and line.startswith("    ")
+        if unit and (not text or text.startswith("|") or item or heading):
+            yield " ".join(unit)
+            unit = []
+        if heading:
+            yield line[heading.end() :]
+        elif text and not text.startswith("|") and not code:
+            unit.append(line[item.end() :] if item else text)
 
 
 def sentences(markdown: str) -> Iterator[str]:

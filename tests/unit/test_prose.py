@@ -8,7 +8,7 @@ import pytest
 from tests.support.prose import sentences, words
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")})
 MOST = 39
 
 
@@ -60,11 +60,11 @@ def test_a_sentence_over_several_lines_is_one() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    ["e.g. ", "i.e. ", "Eq. 3 ", "(cf. Eq. 3) ", "0.81 ", "arXiv 2510.18855 ", "Dr. GRPO ", "Liu et al. ", "... ", "v2.1 "],
+    ["e.g.", "i.e.", "Eq. 3", "(cf. Eq. 3)", "0.81", "arXiv 2510.18855", "Dr. GRPO", "Liu et al.", "...", "v2.1"],
 )
 def test_what_looks_like_an_end_is_none(end: str) -> None:
-    assert len(list(sentences(f"It holds, {end}and so on."))) == 1
-    assert len(too_long(f"{sentence(20)} {end}{sentence(20)}.")) == 1
+    assert len(list(sentences(f"It holds, {end} and so on."))) == 1
+    assert len(too_long(f"{sentence(20)} {end} {sentence(20)}.")) == 1
 
 
 def test_two_sentences_are_two() -> None:
