@@ -10,7 +10,6 @@ from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.measure.rescored import rescored_sides
-from trimtab.text import short_exponent
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
@@ -218,7 +217,7 @@ def goals(results: Sequence[Judged]) -> str:
 
 
 def kinds(results: Sequence[Judged]) -> str:
-    """Each kind: its half, data sets, k3, the goals it concerns, and what it was called first.
+    """Each kind: its half, data sets, the goals it concerns, and what it was called first.
 
     The last rows have the kinds of each half that are right in all data sets.
     """
@@ -240,11 +239,10 @@ def kinds(results: Sequence[Judged]) -> str:
                 "; ".join(kind.name for kind in names if parts[kind]),
                 half(names[0].name),
                 str(len(part)),
-                short_exponent(f"{min(one.k3 for one in part):.0e} to {max(one.k3 for one in part):.0e}"),
                 percent(sum(one.right for one in part) / len(part)),
                 percent(sum(one.among(one.said, CONSIDERED) for one in part) / len(part)),
                 ", ".join([*called, f"{sure} with confidence 0.7 and more"] if sure else called),
             ]
         )
-    head = ["kind", "half", "data sets", "k3", "first cause right", "candidate among three", "named where wrong"]
+    head = ["kind", "half", "data sets", "first cause right", "candidate among three", "named where wrong"]
     return table(head, rows)
