@@ -27,10 +27,11 @@ from zoo.cells import Result
 COMPUTED = """# How good is the diagnosis of faults it was not made for?
 
 `python benchmarks/diagnosis_zoo.py --parts computed{options}` changes one thing on one side of a small decoder, draws
-tokens from the sampler's distribution and scores them with the trainer: {kinds} kinds at three strengths, written as
-six trainers write them, {count:,} data sets, {seconds:.0f} s on one core. Log odds of the signs were set by hand on
-half A of the kinds, by a fixed hash of their names; the figures of half B are those to quote. The list of candidates
-was made with both halves in view.
+tokens from the sampler's distribution and scores them with the trainer. There are {kinds} kinds at three strengths,
+written as six trainers write them: {count:,} data sets, {seconds:.0f} s on one core.
+
+Log odds of the signs were set by hand on half A of the kinds, chosen by a fixed hash of their names. **Quote the
+figures of half B.** The list of candidates was made with both halves in view.
 
 ## Goals
 
@@ -38,24 +39,28 @@ was made with both halves in view.
 
 ## Each kind
 
+Rows with several names, at the end: the kinds of a half that are right in all data sets.
+
 {each}
 """
 
 PAGE = """# How good is the diagnosis?
 
 `python benchmarks/diagnosis_zoo.py{options}` plants every cause of a mismatch, alone and in pairs, at three strengths
-in {measured} bases that were really measured and {exact} exact streams, and diagnoses each: {count:,} data sets,
-{seconds:.0f} s on one core. A data set counts as right where the first cause named is one that was planted. Where the
-noise of the base is more than half of k3, it may be named first instead of a fault that is not in the values themselves
-(another temperature, truncation, old weights, routing). The thresholds were set with the seeds 0 to 5.
+in {measured} measured and {exact} exact sets of log-probs, called bases. It diagnoses each: {count:,} data sets,
+{seconds:.0f} s on one core.
+
+A data set counts as right where the first cause named is one that was planted. Where the noise of the base is more
+than half of k3, it may be named first instead of another temperature, truncation, old weights or routing. The
+thresholds were set with the seeds 0 to 5.
 
 ## Goals
 
 {goals}
 
-## Confusion matrix
+## What is named for each cause
 
-Numbers of data sets of 5,000 tokens and more, single faults and none: what was planted, and the first cause named.
+Data sets of 5,000 tokens and more with one fault or none.
 
 {confusion}
 
@@ -74,15 +79,16 @@ had no false alarm.
 
 ## Faults nobody thought of
 
-Each cause is left out of the diagnosis in turn, and what it names is planted (5,000 tokens). Where the fault leaves
-all other tokens as they were and its own are read as missing or agree (values that are not finite, padding on both
-sides), the noise of the base is right. A copied column leaves no trace but the equality itself.
+Each cause is left out of the diagnosis in turn, and what it names is planted (5,000 tokens). Values that are not finite
+and padding on both sides leave all other tokens as they were: there the noise of the base is right. A copied column
+leaves no trace but the equality itself. The last row has the causes of which nothing else was named.
 
 {left_out}
 
 ## Each fault
 
-Share right by number of tokens, over all bases and strengths.
+Share right by number of tokens, over all bases and strengths. The last rows have the faults that are right at every
+size; pairs have 5,000 tokens only.
 
 {variants}
 """

@@ -21,6 +21,8 @@ from trimtab.check_loss.signatures import of_function
 OF_BEHAVIOR = {"behavior": "old_log_prob"}
 EXPECTED = {"nan", "exponent"}
 """What nearly all of them have, and the text above the table says."""
+TOGETHER = ("two micro-batches together give ", " times the gradient of the whole")
+"""What the text above the table says of `micro-batches`."""
 
 
 @dataclass
@@ -119,6 +121,8 @@ def loss_of(case: Case) -> Loss:
 
 def short(one: Difference) -> str:
     """Returns the sentence without what to change, which the code of others is not ours to change."""
+    if one.kind == "micro-batches":
+        return one.text.rpartition(": ")[0].removeprefix(TOGETHER[0]).removesuffix(TOGETHER[1])
     advised = one.kind not in ("zero-advantage", "shape", "kink", "unexplained", "value")
     return one.text.rpartition(": ")[0] if advised else one.text
 

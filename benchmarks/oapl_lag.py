@@ -70,11 +70,7 @@ def name_of(method: str, lag: int, seed: int) -> str:
 def cells(lags: tuple[int, ...], seeds: tuple[int, ...], updates: int) -> list[Cell]:
     fixed = (f"trainer.steps={updates}", "trainer.prompts=8", "eval.every=100", "log.trajectories_every=0")
     return [
-        Cell(
-            name_of(name, lag, seed),
-            "laboratory",
-            (*words, f"trainer.sync_every={lag}", f"seed={seed}", *fixed),
-        )
+        Cell(name_of(name, lag, seed), "laboratory", (*words, f"trainer.sync_every={lag}", f"seed={seed}", *fixed))
         for lag in sorted(lags, reverse=True)
         for name, words in methods_at(lag).items()
         for seed in seeds

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.measure.rescored import rescored_sides
-from trimtab.text import short_exponent
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
@@ -218,33 +217,32 @@ def goals(results: Sequence[Judged]) -> str:
 
 
 def kinds(results: Sequence[Judged]) -> str:
-    """Each kind: its half, data sets, k3, the goals it concerns, and what it was called first."""
+    """Each kind: its half, data sets, the goals it concerns, and what it was called first.
+
+    The last rows have the kinds of each half that are right in all data sets.
+    """
+    parts = {kind: [one for one in results if one.kind is kind] for kind in KINDS}
+    right = [kind for kind in KINDS if all(one.right and one.among(one.said, CONSIDERED) for one in parts[kind])]
+    groups = [([kind], part) for kind, part in parts.items() if kind not in right]
+    for side in "AB":
+        names = [kind for kind in right if half(kind.name) == side]
+        groups.append((names, [one for kind in names for one in parts[kind]]))
     rows = []
-    for kind in KINDS:
-        part = [one for one in results if one.kind is kind]
+    for names, part in groups:
         if not part:
             continue
         named = Counter(one.said.first for one in part if not one.right)
+        sure = sum(one.sure_and_wrong for one in part)
+        called = [f"{name} {count}" for name, count in named.most_common(4)]
         rows.append(
             [
-                kind.name,
-                half(kind.name),
+                "; ".join(kind.name for kind in names if parts[kind]),
+                half(names[0].name),
                 str(len(part)),
-                short_exponent(f"{min(one.k3 for one in part):.0e} to {max(one.k3 for one in part):.0e}"),
                 percent(sum(one.right for one in part) / len(part)),
-                percent(sum(one.sure_and_wrong for one in part) / len(part)),
                 percent(sum(one.among(one.said, CONSIDERED) for one in part) / len(part)),
-                ", ".join(f"{name} {count}" for name, count in named.most_common(4)),
+                ", ".join([*called, f"{sure} with confidence 0.7 and more"] if sure else called),
             ]
         )
-    head = [
-        "kind",
-        "half",
-        "data sets",
-        "k3",
-        "first cause right",
-        "wrong and sure",
-        "candidate among three",
-        "named where wrong",
-    ]
+    head = ["kind", "half", "data sets", "first cause right", "candidate among three", "named where wrong"]
     return table(head, rows)

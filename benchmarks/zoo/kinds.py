@@ -320,12 +320,7 @@ FAULTS = (
         )
     ),
     _aging("stale prefix cache", _stale_cache, WEIGHTS, "stale-cache", 6, detector=True, layouts=VERSIONED),
-    _model(
-        "8-bit cache from a position on",
-        [{"cache_bits_from": v} for v in (90, 60, 0)],
-        "quantized?",
-        QUANTIZED,
-    ),
+    _model("8-bit cache from a position on", [{"cache_bits_from": v} for v in (90, 60, 0)], "quantized?", QUANTIZED),
     _quantized("int8 weights, stated", "int8", stated=True),
     *(_quantized(f"{bits} weights", bits) for bits in ("int8", "fp8", "int4")),
     _settings("repetition penalty", [{"repetition": v} for v in (1.02, 1.05, 1.2)], ""),

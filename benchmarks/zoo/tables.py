@@ -41,17 +41,17 @@ def percent(value: float) -> str:
 
 
 def confusion(results: Sequence[Result]) -> str:
-    """Rows: what was planted; columns: the first cause named, in numbers of cells."""
+    """What was planted, and the first causes named, in numbers of cells."""
     groups = by(results, lambda result: result.truth)
-    named = {result.answer.first for result in results}
-    columns = [cause for cause in CAUSES if cause in named] + sorted(named - set(CAUSES))
     order = sorted(groups, key=lambda name: (CAUSES.index(name) if name in CAUSES else len(CAUSES), name))
-    rows = []
-    for truth in order:
-        count = Counter(result.answer.first for result in groups[truth])
-        counts = [str(count[cause]) if count[cause] else "" for cause in columns]
-        rows.append([truth, percent(share(groups[truth])), *counts])
-    return table(["planted", "right", *columns], rows)
+    rows = [[truth, percent(share(groups[truth])), counted(groups[truth])] for truth in order]
+    return table(["planted", "right", "first cause named, in numbers of data sets"], rows)
+
+
+def counted(results: Sequence[Result], most: int | None = None) -> str:
+    """The first causes named, the most frequent first."""
+    count = Counter(result.answer.first for result in results)
+    return ", ".join(f"{cause} {number}" for cause, number in count.most_common(most))
 
 
 def reliability(results: Sequence[Result]) -> str:
@@ -76,24 +76,28 @@ def false_alarms(results: Sequence[Result]) -> str:
     for name, group in by(results, lambda result: result.cell.base.name).items():
         for tokens in sorted({result.cell.tokens for result in group}):
             part = [result for result in group if result.cell.tokens == tokens]
-            wrong = Counter(result.answer.first for result in part if not result.right)
-            text = ", ".join(f"{cause} {count}" for cause, count in wrong.most_common())
-            if not wrong:
-                continue
-            rows.append(
-                [name, part[0].cell.base.noise or "-", f"{tokens:,}", str(len(part)), percent(1 - share(part)), text]
-            )
+            wrong = [result for result in part if not result.right]
+            noise, alarms = part[0].cell.base.noise or "-", percent(1 - share(part))
+            if wrong:
+                rows.append([name, noise, f"{tokens:,}", str(len(part)), alarms, counted(wrong)])
     return table(["base", "its noise", "tokens", "data sets", "false alarms", "named"], rows)
 
 
 def variants(results: Sequence[Result]) -> str:
-    """Share right by fault and size, over bases and strengths, and what is named most often where it is wrong."""
+    """Share right by fault and size, over bases and strengths, and what is named most often where it is wrong.
+
+    The last rows have the names of all that are right at every size.
+    """
     sizes = sorted({result.cell.tokens for result in results})
-    rows = []
+    rows, right = [], defaultdict(list)
     for name, group in by(results, lambda result: result.cell.plant.name).items():
-        shares = [percent(share(part)) if (part := _of_size(group, size)) else "-" for size in sizes]
-        wrong = Counter(result.answer.first for result in group if not result.right and result.cell.tokens >= LARGE)
-        rows.append([name, *shares, ", ".join(f"{cause} {count}" for cause, count in wrong.most_common(3))])
+        shares = tuple(percent(share(part)) if (part := _of_size(group, size)) else "-" for size in sizes)
+        if all(result.right for result in group):
+            right[shares].append(name)
+            continue
+        wrong = [result for result in group if not result.right and result.cell.tokens >= LARGE]
+        rows.append([name, *shares, counted(wrong, 3)])
+    rows += [["; ".join(names), *shares, ""] for shares, names in right.items()]
     return table(["planted", *(f"{size:,}" for size in sizes), "named where wrong, 5,000 tokens and more"], rows)
 
 
@@ -102,11 +106,16 @@ def _of_size(results: Sequence[Result], tokens: int) -> list[Result]:
 
 
 def left_out(results: Sequence[Result]) -> str:
+    """The last row has all causes of which nothing else was named."""
+    groups = by(results, lambda result: result.cell.without)
+    right = [cause for cause, group in groups.items() if all(result.right for result in group)]
     rows = []
-    for cause, group in by(results, lambda result: result.cell.without).items():
-        wrong = Counter(result.answer.first for result in group if not result.right)
-        text = ", ".join(f"{name} {count}" for name, count in wrong.most_common(4))
-        rows.append([cause, str(len(group)), percent(share(group)), text])
+    for cause, group in groups.items():
+        if cause not in right:
+            wrong = [result for result in group if not result.right]
+            rows.append([cause, str(len(group)), percent(share(group)), counted(wrong, 4)])
+    if right:
+        rows.append([", ".join(right), str(sum(len(groups[cause]) for cause in right)), "100%", ""])
     return table(["left out", "data sets", "unexplained or in doubt", "named with confidence 0.5 and more"], rows)
 
 

@@ -17,18 +17,7 @@ from tests.contract.test_compositions import AGGREGATIONS, parts
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.objectives import (
-    KL,
-    Lines,
-    Objective,
-    State,
-    Surrogate,
-    Terms,
-    Value,
-    keywords_of,
-    objective,
-    objectives,
-)
+from trimtab.objectives import KL, Lines, Objective, State, Surrogate, Terms, Value, keywords_of, objective, objectives
 from trimtab.objectives.regularizers import KL_KINDS
 
 TOLERANCE = 1e-12

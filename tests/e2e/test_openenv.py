@@ -128,13 +128,7 @@ def test_a_run_trains_on_the_rewards_of_a_server(count: str, tmp_path: Path) -> 
     config = load_config(
         {
             "base": "quickstart-tools",
-            "environment": {
-                "name": "openenv",
-                "url": count,
-                "tool": "add",
-                "max_turns": 2,
-                "instructions": EXAMPLES,
-            },
+            "environment": {"name": "openenv", "url": count, "tool": "add", "max_turns": 2, "instructions": EXAMPLES},
             "trainer": {"steps": 2, "prompts": 2, "samples": 4},
             "eval": {"problems": 2},
         }

@@ -45,12 +45,7 @@ def test_a_recipe_names_a_function_and_the_run_writes_its_equation_down(tmp_path
     assert 0 < last["reject/tv"] < 1  # after the first update some tokens have moved, half of them outward
     assert last["mismatch/anchor"] == "current", "a rule over current/behavior must cost no proximal pass"
     built = objective(DPPO, tv_max=0.0)
-    assert saved(tmp_path / "run") == {
-        "name": DPPO,
-        "calibrate": False,
-        "tv_max": 0.0,
-        "equation": built.equation(),
-    }
+    assert saved(tmp_path / "run") == {"name": DPPO, "calibrate": False, "tv_max": 0.0, "equation": built.equation()}
     assert "|π(y_t) − μ(y_t)| &gt; 0)" in (tmp_path / "run" / "report.html").read_text()
 
 

@@ -87,12 +87,7 @@ def test_keywords_travel_from_the_command_line_to_the_loss(run: Part) -> None:
     assert correction == "verl has no rollout_is=Trimtab-token-tis: a loss corrects, set loss_mode=trimtab-NAME"
     assert carried.startswith("rollout_is=trimtab carries log-probs for the losses trimtab-NAME, and verl's vanilla")
     assert table.startswith("trimtab has keywords of the objective that loss_mode names: +actor_roll")
-    keys = [
-        "rollout_rs",
-        "rollout_is_threshold",
-        "actor.clip_ratio_low=0.1 and",
-        "clip_ratio",
-    ]
+    keys = ["rollout_rs", "rollout_is_threshold", "actor.clip_ratio_low=0.1 and", "clip_ratio"]
     assert all(reason.startswith(key) for reason, key in zip(ignored, keys, strict=True))
     assert bypass.startswith(
         "bypass_mode puts the sampler's log-probs in the place of those at the start of the update"

@@ -91,12 +91,7 @@ def call_skyrl(
     advantage = (batch["advantage"] * scale).to(current.dtype).expand(current.shape)
     results = [
         loss(
-            current[part],
-            batch["proximal"][part],
-            advantage[part],
-            config,
-            mask[part].float(),
-            batch["behavior"][part],
+            current[part], batch["proximal"][part], advantage[part], config, mask[part].float(), batch["behavior"][part]
         )
         for part in parts
     ]

@@ -31,13 +31,7 @@ def here(*words: str | Path, cwd: Path) -> Done:
 def process(*words: str | Path, cwd: Path, **variables: str) -> Done:
     """Runs it in a process of its own, with no terminal and no network."""
     return subprocess.run(
-        command(*words),
-        cwd=cwd,
-        env=ENVIRONMENT | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        command(*words), cwd=cwd, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=300, check=False
     )
 
 

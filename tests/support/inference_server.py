@@ -201,12 +201,7 @@ class Handler(BaseHTTPRequestHandler):
         )
         result, logp = self.service.sample(body["prompt"], sampling, body.get("seed") or 0)
         self.service.log(answered=body.get("seed"))
-        logprobs = {
-            "token_logprobs": logp,
-            "tokens": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        logprobs = {"token_logprobs": logp, "tokens": [], "top_logprobs": [], "text_offset": []}
         prompt = None
         if body.get("prompt_logprobs") == 0:
             assert body["seed"] is None  # vLLM fails with one on a CPU where it reads a prompt in several steps

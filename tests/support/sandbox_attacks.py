@@ -143,9 +143,7 @@ MACHINE = [
         r"\[-1, \d+\]",  # pidfd_getfd(pidfd_open(1), 0)
     ),
     Attack(
-        "kernel's log",
-        "import ctypes\nprint(ctypes.CDLL(None).klogctl(3, ctypes.create_string_buffer(99), 99))",
-        "-1",
+        "kernel's log", "import ctypes\nprint(ctypes.CDLL(None).klogctl(3, ctypes.create_string_buffer(99), 99))", "-1"
     ),
     Attack(
         "signal to the parent",
@@ -440,11 +438,7 @@ LEFT_BEHIND = [
         "    os._exit(0)",
         NO_PROCESSES,
     ),
-    Attack(
-        "forked copy of the run",
-        "import os\nos.fork()\nprint('x')",
-        NO_PROCESSES,
-    ),
+    Attack("forked copy of the run", "import os\nos.fork()\nprint('x')", NO_PROCESSES),
     Attack("exit handler", "import atexit\natexit.register(lambda: [0 for _ in iter(int, 1)])", r"^None"),
     Attack("builtins", "import builtins\nbuiltins.print = builtins.repr = builtins.len = None", r"^None|exit code 1"),
     Attack("modules", "import sys, os\nsys.modules.clear()\nos.write = None", r"^None|exit code 1"),

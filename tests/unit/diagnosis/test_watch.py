@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.diagnosis.watch import (
-    PATIENCE,
-    StepReport,
-    Watch,
-    event_lines,
-    last_line,
-    opening_line,
-    parse_bounds,
-)
+from trimtab.diagnosis.watch import PATIENCE, StepReport, Watch, event_lines, last_line, opening_line, parse_bounds
 from trimtab.errors import TrimtabError
 from trimtab.runs.metric_catalog import metric
 

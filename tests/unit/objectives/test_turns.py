@@ -14,17 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.errors import TrimtabError
-from trimtab.objectives import (
-    Band,
-    Clipped,
-    Objective,
-    PolicyLogps,
-    Ratio,
-    Regression,
-    Weight,
-    correct,
-    objective,
-)
+from trimtab.objectives import Band, Clipped, Objective, PolicyLogps, Ratio, Regression, Weight, correct, objective
 from trimtab.objectives.calibrate import Observed, calibrated
 
 NAN = float("nan")

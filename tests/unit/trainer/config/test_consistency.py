@@ -58,7 +58,7 @@ REFUSED = {
         (
             "trainer.proximal=snapshot routing.replay=proximal trainer.epochs=2",
             'trainer.proximal = "snapshot" scores with other weights than those whose experts',
-        ),
+        )
     ],
     "one engine": [
         (f"{RAY} {SOUP} ray.engines=2", "[prefix] works with one engine: leave out ray.engines = 2"),
@@ -74,9 +74,7 @@ REFUSED = {
         (f"{SOUP} trainer.sync_every=4", "leave trainer.sync_every and trainer.dynamic_sampling out"),
         (f"{SOUP} trainer.dynamic_sampling=true", "completes responses under the current policy"),
     ],
-    "demonstrations": [
-        (f"{LUFFY} demonstrations.per_group=8", "per_group = 8 leaves no sampled response among 8"),
-    ],
+    "demonstrations": [(f"{LUFFY} demonstrations.per_group=8", "per_group = 8 leaves no sampled response among 8")],
     "engines": [
         ("engine.type=server", "engine.server.urls is empty: name at least one"),
         (f"{SERVER} engine.server.urls=['http://a:1','http://b:1','http://a:1/']", "names http://a:1 twice"),
@@ -162,10 +160,7 @@ REFUSED = {
             (f"advantage.kind=optimal-token objective.name={name}", f"objective '{name}' judges whole responses")
             for name in ("gspo", "gmpo", "opsm", "seq-bypass")
         ),
-        (
-            "objective.name=flash-reinforce trainer.dynamic_sampling=true",
-            "from which advantage 'batch-mean' learns",
-        ),
+        ("objective.name=flash-reinforce trainer.dynamic_sampling=true", "from which advantage 'batch-mean' learns"),
         (
             "advantage.kind=batch-mean trainer.dynamic_sampling=true",
             "dynamic_sampling replaces groups whose first rewards are equal",

@@ -8,14 +8,7 @@ import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import load_config
-from trimtab.trainer.lab.experiment import (
-    METHODS,
-    REGIMES,
-    ExperimentPlan,
-    PlannedRun,
-    parse_method,
-    plan_experiment,
-)
+from trimtab.trainer.lab.experiment import METHODS, REGIMES, ExperimentPlan, PlannedRun, parse_method, plan_experiment
 from trimtab.trainer.lab.regimes import regime
 
 OUT = Path("out")
