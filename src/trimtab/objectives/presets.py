@@ -36,7 +36,7 @@ _PRESETS = (
         Objective("dapo", Ratio(), Clipped(0.2, 0.28)),
         does="GRPO with a higher upper clip bound and a mean over all tokens of the update.",
         when="Use it as `grpo`, where the upper clip bound keeps improbable tokens from becoming more probable.",
-        source="DAPO, arXiv 2503.14476; its dynamic sampling is a trainer option, its overlong reward a reward option.",
+        source="DAPO, arXiv 2503.14476; dynamic sampling and the overlong reward are options of trainer and reward.",
     ),
     Preset(
         Objective("dr-grpo", Ratio(), Clipped(), aggregation=FIXED_LENGTH, advantage="dr-grpo"),
@@ -85,7 +85,7 @@ _PRESETS = (
     Preset(
         Objective("token-tis", Ratio(), Clipped(), Weight("token", "truncate", max=2.0)),
         does="PPO on current/proximal, times the token weight min(proximal/behavior, weight_max).",
-        when="Use it first for a small mismatch without a heavy tail.",
+        when="Use it first for a small mismatch, without tokens that differ by a large factor.",
         source="Truncated importance sampling: Yao et al. 2025; verl, Miles.",
     ),
     Preset(
@@ -104,16 +104,13 @@ _PRESETS = (
         Objective("seq-mis", Ratio(), Clipped(), Weight("sequence", "mask", 0.0, 2.0)),
         does="PPO on current/proximal, times the product of proximal/behavior over the response, 0 outside a band.",
         when="Use it to drop whole responses whose weight is too large, instead of truncating it.",
-        source='Sequence MIS: Liu, Li et al. 2025, "When Speed Kills Stability"; TRL\'s `sequence_mask`. ALP (arXiv '
-        "2603.19470, Table 1) calls it Token-MIS, after its clipped ratio; elsewhere that is `icepop`, whose weight "
-        "is that of a token.",
+        source="Liu, Li et al. 2025; TRL's `sequence_mask`; ALP's Token-MIS (arXiv 2603.19470, Table 1).",
     ),
     Preset(
         Objective("seq-mis-seq-ratio", Ratio("sequence"), Clipped(0.5, 3.0), Weight("sequence", "mask", 0.0, 2.0)),
-        does="PPO on the product of current/proximal, times that of proximal/behavior over the response, 0 outside a "
-        "band.",
+        does="`seq-mis` with the product of current/proximal over the response in place of the token ratio.",
         when="Use it as `seq-mis`, where clipping too should decide about whole responses.",
-        source="Seq-MIS of ALP (arXiv 2603.19470, Table 1): ratio and weight are both of the response.",
+        source="Seq-MIS of ALP (arXiv 2603.19470, Table 1).",
     ),
     Preset(
         Objective("icepop", Ratio(), Clipped(), Weight("token", "mask", 0.5, 5.0), aggregation=BY_SEQUENCE),
@@ -138,8 +135,7 @@ _PRESETS = (
         ),
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="`geo-mask` with a token weight clipped to [weight_min, weight_max].",
-        when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`: Miles' run with 2 "
-        "collapsed.",
+        when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`.",
         source="Miles' masked importance sampling (its mismatch helper).",
     ),
     Preset(
@@ -185,8 +181,7 @@ _PRESETS = (
         ),
         excluded=("aggregation", "length_max"),
         does="Regresses beta times the log-ratio of the whole response to mu on r - V.",
-        when="Use it for a sampler that lags, with `beta` set for the length of the responses; one policy must have "
-        "sampled each of them.",
+        when="Use it for a sampler that lags, with `beta` set for the length of responses, each from one policy.",
         source="OAPL, arXiv 2602.19362 eq. 3.",
     ),
     Preset(
@@ -212,8 +207,7 @@ _PRESETS = (
         mask_keywords={"divergence_max": "masks.0.max"},
         does="Drops tokens that move away from the sampler where |pi - mu| exceeds the bound.",
         when="Use it in place of a ratio clip, which stops rare tokens too early and frequent ones too late.",
-        source="Divergence PPO, binary total variation, arXiv 2602.04879; verl's `dppo_tv`, with the cap on the weight "
-        "of its code, 20 (its configuration has 3).",
+        source="Divergence PPO, arXiv 2602.04879; verl's `dppo_tv`, with the cap of its code (configuration: 3).",
     ),
     Preset(
         Objective(
@@ -232,8 +226,7 @@ _PRESETS = (
         mask_keywords={"divergence_max": "masks.0.max"},
         does="Drops tokens where |pi - mu| exceeds the bound, in either direction; no clip.",
         when="Use it as `dppo`, where tokens far from the sampler should not be trained at all.",
-        source="The loss type `ipo` of prime-rl (not its default, which is nearer to `dppo`), without its squared "
-        "log-ratio.",
+        source="The loss type `ipo` of prime-rl (not its default), without its squared log-ratio.",
     ),
     Preset(
         Objective(
@@ -246,8 +239,7 @@ _PRESETS = (
         ),
         mask_keywords={"divergence_max": "masks.0.max"},
         excluded=("ceiling",),
-        does="REINFORCE with exact token weights; drops responses whose mean binary KL from the sampler exceeds the "
-        "bound.",
+        does="REINFORCE with exact token weights; drops responses whose mean binary KL from the sampler is large.",
         when="Use it with one response for each prompt: the advantage is relative to the whole batch.",
         source="FlashREINFORCE (NVIDIA); OpenRLHF 0.11.2, slime, Miles.",
     ),
@@ -262,8 +254,7 @@ _PRESETS = (
         mask_keywords={"k2_max": "masks.0.max", "k3_max": "masks.1.max"},
         does="Drops responses whose largest k2 or mean k3 of current/behavior exceeds its bound; no clip.",
         when="Use it where a bound on the change of the whole policy matters more than the number of responses used.",
-        source="Trust-region masking, arXiv 2512.23075, on the ratio of the paper; `k3-mask` is verl's form on "
-        "proximal/behavior.",
+        source="Trust-region masking, arXiv 2512.23075; `k3-mask` is verl's form on proximal/behavior.",
     ),
     Preset(
         Objective("cppo", SAMPLER, Unclipped(), masks=(PrefixBudget(0.15, 0.02, 0.9, 0.8),)),
@@ -280,12 +271,9 @@ _PRESETS = (
     # Other shapes: prefix levels, bounds by age, smooth weights, centered scores.
     Preset(
         Objective("ctpo", Ratio("prefix"), GrowingClip(0.025, 0.05, 0.05, 0.5), aggregation=BY_SEQUENCE),
-        does="Clips the product of current/proximal over the tokens up to each token, with bounds that grow with its "
-        "position.",
-        when="Use it for many updates a batch on long responses: later tokens add no variance to the weight of earlier "
-        "ones.",
-        source="Causal trajectory policy optimization, arXiv 2605.07331; bounds and dual clip are on log r and times "
-        "n^power.",
+        does="Clips the product of current/proximal up to each token, with bounds that grow with its position.",
+        when="Use it for many updates a batch on long responses: later tokens add no variance to earlier ones.",
+        source="Causal trajectory policy optimization, arXiv 2605.07331; bounds are on log r, times n^power.",
     ),
     Preset(
         Objective("pnpo", Ratio("prefix_geometric"), Banded(), aggregation=BY_SEQUENCE),
@@ -307,8 +295,7 @@ _PRESETS = (
     ),
     Preset(
         Objective("vespo", Ratio("sequence", "behavior"), GammaWeight(2.0, 3.0, 3.0, 2.0)),
-        does="Weighs each response by a smooth function of its product ratio current/behavior that vanishes far from "
-        "1.",
+        does="Weighs each response by a smooth function of its product ratio, which vanishes far from 1.",
         when="Use it for very stale rollouts of short or moderate length: the product is not normalized by length.",
         source="Variational sequence-level soft policy optimization, arXiv 2602.10693; TRL.",
     ),
@@ -320,18 +307,15 @@ _PRESETS = (
     ),
     Preset(
         Objective("drpo", SAMPLER, QuadraticPenalty(0.15)),
-        does="A quadratic penalty on current/behavior in place of a mask: the gradient turns where |pi - mu| passes "
-        "epsilon.",
+        does="A quadratic penalty in place of a mask: the gradient turns where |pi - mu| passes epsilon.",
         when="Use it as `dppo`, where a hard mask makes training unsteady.",
-        source="Divergence-regularized policy optimization, arXiv 2606.09821; epsilon on DPPO's scale "
-        "(docs/methods.md).",
+        source="Divergence-regularized policy optimization, arXiv 2606.09821; epsilon on DPPO's scale.",
     ),
     Preset(
         Objective("score-centering", SAMPLER, Reinforce(2.0), centering=True, advantage="dr-grpo"),
         does="Token weights current/behavior up to `ceiling`, minus the expected score under the sampler.",
-        when="Use it with samplers that return their most probable ids (`[sampling] top_logprobs`), quantized ones "
-        "first.",
-        source="Score centering, arXiv 2609.20807; advantages are centered and not divided by the group's std.",
+        when="Use it with quantized samplers that return their most probable ids (`[sampling] top_logprobs`).",
+        source="Score centering, arXiv 2609.20807.",
     ),
 )
 
