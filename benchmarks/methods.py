@@ -1,4 +1,4 @@
-"""Every method under three kinds of off-policyness, in the laboratory: the table of docs/choosing.md.
+"""Every method under three kinds of off-policyness, in the laboratory: docs/results/data/methods.csv.
 
     python benchmarks/methods.py --out runs/methods
 

@@ -38,9 +38,8 @@ def _value(value: object) -> str:
 
 
 def presets() -> str:
-    """The whole section: a line of links, then every preset in the order of `objectives()`."""
-    links = " · ".join(f"[`{name}`](#{name})" for name in objectives())
-    return "\n".join([links, "", *map(section, objectives())]) + "\n"
+    """The whole section: every preset in the order of `objectives()`."""
+    return "\n".join(map(section, objectives())) + "\n"
 
 
 def written(page: str) -> str:

@@ -2,8 +2,8 @@
 
 README, CONTRIBUTING, CHANGELOG, docs/, examples/ and benchmarks/README keep their places, so that their links are valid
 both on the site and in the repository. Written here are the pages that follow from the code alone: metrics, known
-faults, scalars, keys of recipes, the code of each preset, what each adapter carries, thresholds of the diagnosis, and
-the Python interface.
+faults, scalars, keys of recipes, code and accuracy of each preset, what each adapter carries, thresholds of the
+diagnosis, and the Python interface.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def collect() -> None:
     docs = PAGES / "docs"
     for name in BUILT.values():
         (docs / page_of(name)).write_text(generator(name)["markdown"](), encoding="utf-8")
-    methods = docs / "methods.md"
-    methods.write_text(generator("methods")["with_code"](methods.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, change in (("methods", "with_code"), ("choosing", "with_data")):
+        page = docs / f"{name}.md"
+        page.write_text(generator(name)[change](page.read_text(encoding="utf-8")), encoding="utf-8")
     (docs / "recipes.md").write_text(generator("recipes")["markdown"](), encoding="utf-8")
     for name in ("adapters", "detection"):
         with (docs / f"{name}.md").open("a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""Prints the table of docs/choosing.md: parity, accuracy in the laboratory and cost of every preset.
+"""Prints docs/results/data/presets.csv: parity, accuracy in the laboratory and cost of every preset.
 
-    python docs/figures/preset_table.py --grids runs/new runs/old --costs costs.md
+    python docs/figures/preset_table.py --grids runs/new runs/old --costs costs.md > docs/results/data/presets.csv
 
 Grids are folders of `trimtab compare --regimes on-policy stale-32 int3 reuse-16`; presets that none of them has are
 taken from docs/results/laboratory.md (five seeds). Costs are what `benchmarks/objective_step.py` prints. Parity is
@@ -11,8 +11,10 @@ the largest frozen value; for `a3po` of the gradient, since its loss differs whe
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 import statistics
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -96,7 +98,7 @@ def published() -> dict[str, list[str]]:
     text = (ROOT / "docs" / "results" / "laboratory.md").read_text()
     rows = re.findall(r"^\| `([a-z0-9-]+)`[^|]*\|(.*)\|$", text, flags=re.MULTILINE)
     return {
-        name: [re.sub(r"^0", "", cell.split()[0]) for cell in cells.split("|")]
+        name: [cell.split()[0] for cell in cells.split("|")]
         for name, cells in rows
         if len(cells.split("|")) == len(REGIMES) and "#" in cells
     }
@@ -114,13 +116,14 @@ def main() -> None:
     parser.add_argument("--costs", type=Path)
     given = parser.parse_args()
     errors, measured, older, cost = parity(), accuracies(given.grids), published(), costs(given.costs)
-    print(f"| preset | parity, error | {' | '.join(REGIMES)} | update / `grpo` |\n|---|---|{'---|' * len(REGIMES)}---|")
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow(["preset", "parity", *REGIMES, "update / grpo"])
     for name in objectives():
         cells = older.get(name, ["-"] * len(REGIMES))
         if name in measured:
             cells = [_cell(measured[name].get(regime, [])) for regime in REGIMES]
         paid = cost.get(name, "1" if name == "grpo" else "-")
-        print(f"| `{name}` | {errors.get(name, '-')} | {' | '.join(cells)} | {paid} |")
+        out.writerow([name, errors.get(name, "-"), *cells, paid])
 
 
 def _cell(values: list[float]) -> str:
@@ -129,7 +132,7 @@ def _cell(values: list[float]) -> str:
     if any(value != value for value in values):
         return "refused"
     mean, spread = statistics.fmean(values), (min(values), max(values))
-    return f"{mean:.3f} ({spread[0]:.2f}, {spread[1]:.2f})".replace("0.", ".")
+    return f"{mean:.3f} ({spread[0]:.2f}, {spread[1]:.2f})"
 
 
 if __name__ == "__main__":

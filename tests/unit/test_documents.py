@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import re
 import runpy
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.cli.describe import FIRST_OBJECTIVES
 from trimtab.diagnosis.advice.rules import RULES
 from trimtab.objectives import objective, objectives
 from trimtab.objectives.presets import PRESETS
@@ -20,6 +20,7 @@ from trimtab.trainer.models.families import FAMILIES, INVARIANT, MIXTURES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+DATA = ROOT / "docs" / "results" / "data"
 
 
 def test_the_architecture_page_has_a_line_for_each_package_and_walks_over_files_that_exist() -> None:
@@ -44,17 +45,23 @@ def test_the_presets_on_the_page_of_methods_are_those_of_the_code() -> None:
         assert preset.when.endswith("."), name
 
 
+def test_the_lists_of_which_method_when_are_those_of_the_code() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "choosing.py"))
+    for page in script["PAGES"]:
+        assert script["BEGIN"] in (text := page.read_text(encoding="utf-8"))
+        assert script["written"](page) == text, f"{page.name}: run python docs/choosing.py"
+
+
 def measured(column: str) -> dict[str, float]:
-    """The highest accuracy of each preset in a column of the two tables of presets in docs/choosing.md."""
+    """The highest accuracy of each preset in a column of the two tables that docs/choosing.md links."""
     best: dict[str, float] = {}
-    place = 0
-    for line in (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in ("preset", "method"):
-            place = [*(cell.partition("-")[0] for cell in cells), column].index(column)
-        name = re.match(r"`([a-z0-9-]+)`", cells[0])
-        if name and 0 < place < len(cells) and (value := re.match(r"[.\d]+", cells[place])):
-            best[name[1]] = max(best.get(name[1], 0.0), float(value[0]))
+    for kind in ("presets", "methods"):
+        head, *rows = csv.reader((DATA / f"{kind}.csv").read_text(encoding="utf-8").splitlines())
+        place = [cell.partition("-")[0] for cell in head].index(column)
+        for name, *cells in rows:
+            if value := re.match(r"[.\d]+", cells[place - 1]):
+                preset = name.partition(",")[0]
+                best[preset] = max(best.get(preset, 0.0), float(value[0]))
     return best
 
 
@@ -76,17 +83,15 @@ def test_the_first_picture_shows_what_the_table_and_diagnose_recommend_for_a_lag
     pair = load_config("quickstart-stale").compare
     assert pair is not None
     assert pair.objectives == ["dapo", rule.preset]
-    assert tuple(re.findall(r"^\| \*\*([a-z-]+)\*\* \|", README, flags=re.MULTILINE)) == FIRST_OBJECTIVES
-    assert f"| **{rule.preset}** | the sampler's weights are old" in README
+    assert f"| {rule.when.partition(' (')[0]} | `{rule.preset}` |" in README
     quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     for page, named in ((README, f"`{rule.preset}`"), (quickstart, f"{rule.preset}/seed0")):
         assert named in page.partition("quickstart-stale.png)")[2][:400]
 
 
 def test_every_preset_is_measured_on_the_page_of_choices() -> None:
-    table = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("| preset | parity, error |")[2]
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", table.partition("\n\n")[0], flags=re.MULTILINE)
-    assert rows == objectives(), "docs/choosing.md needs a row for each preset, in the order of presets.py"
+    rows = (DATA / "presets.csv").read_text(encoding="utf-8").splitlines()
+    assert [row.partition(",")[0] for row in rows[1:]] == objectives(), "a row for each preset, in their order"
 
 
 @pytest.mark.parametrize(

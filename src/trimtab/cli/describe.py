@@ -11,34 +11,17 @@ from trimtab.cli.output import AllowCode, Json, Recipe, Sets, echo, print_json, 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
 
-FIRST_OBJECTIVES = ("token-tis", "seq-bypass", "icepop", "token-bypass")
-"""What to try first, as in README: weights per token, and ratios to the sampler without a proximal pass."""
-
-
 Trainer = Annotated[
     str | None,
-    typer.Option(
-        "--for",
-        metavar="TRAINER",
-        help="Print the settings with which another trainer has this objective as its loss: verl, trl, miles, "
-        "prime-rl, skyrl, ...",
-        show_default=False,
-    ),
+    typer.Option("--for", metavar="TRAINER", help="Print the settings of verl, trl, miles, ...", show_default=False),
 ]
-
-Code = Annotated[
-    bool,
-    typer.Option("--code", help="Print the loss as one function in plain PyTorch, to paste into a trainer."),
-]
+Code = Annotated[bool, typer.Option("--code", help="Print the loss as one function in plain PyTorch, to paste.")]
 
 
 def register(app: typer.Typer) -> None:
     app.command("recipes", epilog="Example: [bold]trimtab recipes --json[/bold]")(recipes)
     app.command("show", epilog="Example: [bold]trimtab show quickstart --set trainer.steps=10[/bold]")(show)
-    example = (
-        "[bold]trimtab explain token-tis:weight_max=1.5[/bold], with [bold]--for verl[/bold] its settings, with "
-        "[bold]--code[/bold] its code"
-    )
+    example = "[bold]trimtab explain token-tis:weight_max=1.5[/bold], with --for verl its settings, --code its code"
     app.command("explain", epilog=f"Example: {example}")(explain)
 
 
@@ -88,8 +71,8 @@ def explain(
         typer.Argument(
             metavar="NAME|RECIPE",
             help="An objective, your own as module:function, a recipe, a .toml file, or a run directory. Keywords may "
-            "follow an objective as in `trimtab compare`: NAME:KEY=VALUE,KEY=VALUE. Without one: all objectives, each "
-            "in a line.",
+            "follow an objective as in `trimtab compare`: NAME:KEY=VALUE,KEY=VALUE. Without one: all objectives, and "
+            "which one when.",
             show_default=False,
         ),
     ] = None,
@@ -174,6 +157,7 @@ def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str
 
 
 def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as_json: bool) -> None:
+    from trimtab.diagnosis.advice.rules import choices
     from trimtab.objectives.presets import PRESETS
 
     if sets or code or trainer is not None:
@@ -183,11 +167,14 @@ def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as
     if as_json:
         print_json(described)
         return
-    first = {name: described.pop(name) for name in FIRST_OBJECTIVES}
-    echo("To start with:")
-    print_pairs(first)
-    echo("\nAll others:")
     print_pairs(described)
+    echo("\nWhich one when (the first line that fits; `trimtab diagnose` says which fits your run):")
+    for row in choices():
+        taken = f"{row.preset}, bounds: {row.bounds}" if row.preset else "nothing: repair it first"
+        echo(f"\n{row.when}\n  {taken}")
+        if row.regime:
+            other = f", grpo {row.uncorrected}" if row.uncorrected else ""
+            echo(f"  accuracy with {row.regime}: {row.accuracy}{other}")
 
 
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:

@@ -28,104 +28,101 @@ _PRESETS = (
     # The GRPO family: one ratio, current/proximal. The mismatch proximal/behavior is ignored.
     Preset(
         Objective("grpo", Ratio(), Clipped(), aggregation=BY_SEQUENCE),
-        does="Clips the token ratio current/proximal; advantages are centered and divided by the group's std.",
+        does="PPO's clip on the token ratio; advantages are divided by the group's std.",
         when="Use it where sampler and trainer agree: it never reads what the sampler reported.",
         source="DeepSeekMath, arXiv 2402.03300.",
     ),
     Preset(
         Objective("dapo", Ratio(), Clipped(0.2, 0.28)),
         does="GRPO with a higher upper clip bound and a mean over all tokens of the update.",
-        when="Use it as `grpo`, where the upper clip bound keeps improbable tokens from becoming more probable.",
-        source="DAPO, arXiv 2503.14476; its dynamic sampling is a trainer option, its overlong reward a reward option.",
+        when="Use it as `grpo`, to let improbable tokens become more probable.",
+        source="DAPO, arXiv 2503.14476; dynamic sampling and the overlong reward are options of trainer and reward.",
     ),
     Preset(
         Objective("dr-grpo", Ratio(), Clipped(), aggregation=FIXED_LENGTH, advantage="dr-grpo"),
-        does="GRPO without division by the group's std and with the constant denominator N * length_max.",
+        does="GRPO without division by the group's std, with a constant denominator.",
         when="Use it as `grpo`, where neither length nor difficulty may change the weight of a token.",
         source="Dr. GRPO, arXiv 2503.20783.",
     ),
     Preset(
         Objective("gspo", Ratio("geometric"), Clipped(3e-4, 4e-4), aggregation=BY_SEQUENCE),
-        does="Clips the geometric ratio of the whole response; each token keeps its own gradient (GSPO-token).",
+        does="Clips the geometric ratio of the whole response (GSPO-token).",
         when="Use it where token ratios are noisy, as with MoE models; it ignores the mismatch like `grpo`.",
         source="GSPO, arXiv 2507.18071.",
     ),
     Preset(
         Objective("cispo", Ratio(), Reinforce(5.0)),
-        does="REINFORCE with the detached token ratio, capped at `ceiling`, as weight.",
+        does="REINFORCE times the token ratio, capped at `ceiling` and without gradient.",
         when="Use it where no token may lose its gradient to clipping; it ignores the mismatch like `grpo`.",
         source="MiniMax-M1, arXiv 2506.13585, with the absolute ceiling of ScaleRL, arXiv 2510.13786.",
     ),
     Preset(
         Objective("reinforce", Ratio(), LogProb()),
-        does="The policy gradient A log pi, without a ratio and without clipping.",
-        when="Use it on-policy, or as the baseline that ignores that a batch was sampled by another policy.",
+        does="The policy gradient, without a ratio and without clipping.",
+        when="Use it on-policy, or as the baseline without any correction.",
         source="Williams 1992.",
     ),
     # Bypass: the ratio current/behavior, without a proximal policy.
     Preset(
         Objective("token-bypass", SAMPLER, Clipped()),
-        does="PPO with the token ratio current/behavior; the first update already clips the mismatch.",
+        does="PPO whose token ratio is to the sampler: the clip bounds the mismatch too.",
         when="Use it to save the forward of the proximal policy while ratios per token stay close to 1.",
         source="Bypass mode of verl and Miles; baseline of arXiv 2603.19470.",
     ),
     Preset(
         Objective("seq-bypass", Ratio("sequence", "behavior"), Clipped(0.5, 3.0, 10.0)),
-        does="PPO with the product ratio current/behavior of the response, clipped to [0.5, 4].",
+        does="PPO whose ratio is to the sampler, a product over the response.",
         when="Use it for stale rollouts as long as the clip range still holds most responses.",
         source="Baseline of arXiv 2603.19470; bypass mode of verl and Miles.",
     ),
     Preset(
         Objective("token-alp-bypass", SAMPLER, Clipped(0.2, 0.28, 10.0)),
-        does="`token-bypass` with the clip bounds of `token-alp`: the same loss without noise.",
-        when="Use it as the baseline of `token-alp`, which differs from it by its perturbation only.",
+        does="`token-alp` without its noise.",
+        when="Use it as the baseline of `token-alp`.",
         source="Baseline of arXiv 2603.19470.",
     ),
     # Decoupled: the ratio current/proximal is clipped, the mismatch proximal/behavior corrected by a weight or a mask.
     Preset(
         Objective("token-tis", Ratio(), Clipped(), Weight("token", "truncate", max=2.0)),
-        does="PPO on current/proximal, times the token weight min(proximal/behavior, weight_max).",
-        when="Use it first for a small mismatch without a heavy tail.",
+        does="PPO times a weight per token: the ratio to the sampler, at most `weight_max`.",
+        when="Use it first for a small mismatch, without tokens that differ by a large factor.",
         source="Truncated importance sampling: Yao et al. 2025; verl, Miles.",
     ),
     Preset(
         Objective("seq-tis", Ratio(), Clipped(), Weight("sequence", "truncate", max=2.0)),
-        does="PPO on current/proximal, times the truncated product of proximal/behavior over the response.",
+        does="PPO times a truncated weight per response.",
         when="Use it on short responses, where the bias of token weights matters and the product stays bounded.",
         source="Truncated importance sampling: Yao et al. 2025; verl, Miles.",
     ),
     Preset(
         Objective("turn-tis", Ratio(), Clipped(), Weight("turn", "truncate", max=2.0)),
-        does="PPO on current/proximal, times the truncated product of proximal/behavior over each model turn.",
+        does="PPO times a truncated weight per model turn.",
         when="Use it on multi-turn responses, where the product over the whole response is far from 1.",
         source="`seq-tis` with one weight for each turn; the product over long episodes vanishes (NeMo-RL issue 2269).",
     ),
     Preset(
         Objective("seq-mis", Ratio(), Clipped(), Weight("sequence", "mask", 0.0, 2.0)),
-        does="PPO on current/proximal, times the product of proximal/behavior over the response, 0 outside a band.",
-        when="Use it to drop whole responses whose weight is too large, instead of truncating it.",
-        source='Sequence MIS: Liu, Li et al. 2025, "When Speed Kills Stability"; TRL\'s `sequence_mask`. ALP (arXiv '
-        "2603.19470, Table 1) calls it Token-MIS, after its clipped ratio; elsewhere that is `icepop`, whose weight "
-        "is that of a token.",
+        does="PPO times a weight per response, which is 0 outside a band.",
+        when="Use it to drop whole responses whose weight is too large.",
+        source="Liu, Li et al. 2025; TRL's `sequence_mask`; ALP's Token-MIS (arXiv 2603.19470, Table 1).",
     ),
     Preset(
         Objective("seq-mis-seq-ratio", Ratio("sequence"), Clipped(0.5, 3.0), Weight("sequence", "mask", 0.0, 2.0)),
-        does="PPO on the product of current/proximal, times that of proximal/behavior over the response, 0 outside a "
-        "band.",
+        does="`seq-mis` whose clipped ratio is that of the response, too.",
         when="Use it as `seq-mis`, where clipping too should decide about whole responses.",
-        source="Seq-MIS of ALP (arXiv 2603.19470, Table 1): ratio and weight are both of the response.",
+        source="Seq-MIS of ALP (arXiv 2603.19470, Table 1).",
     ),
     Preset(
         Objective("icepop", Ratio(), Clipped(), Weight("token", "mask", 0.5, 5.0), aggregation=BY_SEQUENCE),
-        does="PPO on current/proximal, times the token weight, zeroed outside [weight_min, weight_max].",
+        does="PPO times a weight per token, which is 0 outside a band.",
         when="Use it for MoE models and quantized samplers: it rejects the same share of tokens at any length.",
         source="IcePop: Ring-1T, arXiv 2510.18855.",
     ),
     Preset(
         Objective("geo-mask", Ratio(), Clipped(), masks=(Band("geometric", 0.99, 1.01),)),
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
-        does="PPO on current/proximal; drops responses whose geometric mean ratio is outside the band.",
-        when="Use it to reject mismatched responses of any length: the mean has no length bias, the product has.",
+        does="PPO without the responses whose geometric mean ratio is outside a band.",
+        when="Use it to reject mismatched responses of any length.",
         source="Miles' mismatch report; SkyRL.",
     ),
     Preset(
@@ -137,22 +134,21 @@ _PRESETS = (
             masks=(Band("geometric", 0.99, 1.01),),
         ),
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
-        does="`geo-mask` with a token weight clipped to [weight_min, weight_max].",
-        when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`: Miles' run with 2 "
-        "collapsed.",
+        does="`geo-mask` times a clipped weight per token.",
+        when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`.",
         source="Miles' masked importance sampling (its mismatch helper).",
     ),
     Preset(
         Objective("k3-mask", Ratio(), Clipped(), masks=(Divergence("k3", "mean", 0.01),)),
         mask_keywords={"divergence_max": "masks.0.max"},
-        does="PPO on current/proximal; drops responses whose mean k3 of proximal/behavior exceeds the bound.",
+        does="PPO without the responses whose mean k3 exceeds a bound.",
         when="Use it where drift in both directions must count: k3 never cancels over a response.",
         source="Trust-region masking, arXiv 2512.23075; verl's `seq_mean_k3`.",
     ),
     Preset(
         Objective("opsm", Ratio(), Clipped(), masks=(OPSM(0.05),), aggregation=BY_SEQUENCE),
         mask_keywords={"delta": "masks.0.delta"},
-        does="GRPO that drops responses with A < 0 and mean(log mu - log pi) above `delta`.",
+        does="GRPO without negative responses that drifted from the sampler.",
         when="Use it for stale rollouts and many updates per batch; drift and mismatch both count.",
         source="DeepSeek-V3.2, arXiv 2512.02556.",
     ),
@@ -171,7 +167,7 @@ _PRESETS = (
     ),
     Preset(
         Objective("soup", SAMPLER, Clipped(0.2, 0.28), notes=SPLICED),
-        does="PPO on current/behavior, where `behavior` is spliced per token from two policies.",
+        does="PPO to the sampler, where an older policy begins each response.",
         when="Use it with `[prefix]`: an older policy begins a response and the current one completes it.",
         source="Single-sample mix-policy (SOUP), arXiv 2601.21476.",
     ),
@@ -184,14 +180,13 @@ _PRESETS = (
             advantage="optimal",
         ),
         excluded=("aggregation", "length_max"),
-        does="Regresses beta times the log-ratio of the whole response to mu on r - V.",
-        when="Use it for a sampler that lags, with `beta` set for the length of the responses; one policy must have "
-        "sampled each of them.",
+        does="Regresses beta times the log-ratio of the whole response on its advantage.",
+        when="Use it for a sampler that lags, with `beta` set for the length of responses, each from one policy.",
         source="OAPL, arXiv 2602.19362 eq. 3.",
     ),
     Preset(
         Objective("m2po", SAMPLER, SecondMoment(0.04, "cap")),
-        does="Bounds the second moment of log current/behavior over the update by `tau`.",
+        does="Bounds the second moment of the log-ratio to the sampler.",
         when="Use it for very stale rollouts, where the product over a response has drifted too far.",
         source='M2PO, arXiv 2510.01161: form="cap" is its official code, form="mask" the rule of the paper.',
     ),
@@ -210,10 +205,9 @@ _PRESETS = (
             masks=(Divergence("binary_tv", "token", 0.15, "current", outward=True),),
         ),
         mask_keywords={"divergence_max": "masks.0.max"},
-        does="Drops tokens that move away from the sampler where |pi - mu| exceeds the bound.",
+        does="Drops tokens that move away from the sampler, beyond a bound on |pi - mu|.",
         when="Use it in place of a ratio clip, which stops rare tokens too early and frequent ones too late.",
-        source="Divergence PPO, binary total variation, arXiv 2602.04879; verl's `dppo_tv`, with the cap on the weight "
-        "of its code, 20 (its configuration has 3).",
+        source="Divergence PPO, arXiv 2602.04879; verl's `dppo_tv`, with the cap of its code (configuration: 3).",
     ),
     Preset(
         Objective(
@@ -223,17 +217,16 @@ _PRESETS = (
             masks=(Divergence("binary_kl", "token", 0.05, "current", outward=True),),
         ),
         mask_keywords={"divergence_max": "masks.0.max"},
-        does="`dppo` with the KL divergence of the two-point distributions {sampled token, rest}.",
+        does="`dppo` with the KL divergence of {sampled token, rest}.",
         when="Use it as `dppo`, where frequent tokens need a tighter bound than rare ones.",
         source="Divergence PPO, binary KL, arXiv 2602.04879; verl's `dppo_kl`.",
     ),
     Preset(
         Objective("ipo", SAMPLER, Unclipped(), masks=(Divergence("binary_tv", "token", 0.3, "current"),)),
         mask_keywords={"divergence_max": "masks.0.max"},
-        does="Drops tokens where |pi - mu| exceeds the bound, in either direction; no clip.",
+        does="Drops tokens beyond a bound on |pi - mu|, in either direction; no clip.",
         when="Use it as `dppo`, where tokens far from the sampler should not be trained at all.",
-        source="The loss type `ipo` of prime-rl (not its default, which is nearer to `dppo`), without its squared "
-        "log-ratio.",
+        source="The loss type `ipo` of prime-rl (not its default), without its squared log-ratio.",
     ),
     Preset(
         Objective(
@@ -246,8 +239,7 @@ _PRESETS = (
         ),
         mask_keywords={"divergence_max": "masks.0.max"},
         excluded=("ceiling",),
-        does="REINFORCE with exact token weights; drops responses whose mean binary KL from the sampler exceeds the "
-        "bound.",
+        does="REINFORCE with token weights, without responses whose mean binary KL is large.",
         when="Use it with one response for each prompt: the advantage is relative to the whole batch.",
         source="FlashREINFORCE (NVIDIA); OpenRLHF 0.11.2, slime, Miles.",
     ),
@@ -260,10 +252,9 @@ _PRESETS = (
             aggregation=BY_SEQUENCE,
         ),
         mask_keywords={"k2_max": "masks.0.max", "k3_max": "masks.1.max"},
-        does="Drops responses whose largest k2 or mean k3 of current/behavior exceeds its bound; no clip.",
+        does="Drops responses whose largest k2 or mean k3 to the sampler is large; no clip.",
         when="Use it where a bound on the change of the whole policy matters more than the number of responses used.",
-        source="Trust-region masking, arXiv 2512.23075, on the ratio of the paper; `k3-mask` is verl's form on "
-        "proximal/behavior.",
+        source="Trust-region masking, arXiv 2512.23075; `k3-mask` is verl's form on proximal/behavior.",
     ),
     Preset(
         Objective("cppo", SAMPLER, Unclipped(), masks=(PrefixBudget(0.15, 0.02, 0.9, 0.8),)),
@@ -273,29 +264,26 @@ _PRESETS = (
             "quantile": "masks.0.quantile",
             "weight_min": "masks.0.weight_min",
         },
-        does="`dppo` with a budget of divergence for each response, which early tokens spend for later ones.",
+        does="`dppo` with a budget for each response, which early tokens spend for later ones.",
         when="Use it for long responses, where an early change decides about everything that follows.",
         source="Cumulative prefix divergence, arXiv 2606.10968.",
     ),
     # Other shapes: prefix levels, bounds by age, smooth weights, centered scores.
     Preset(
         Objective("ctpo", Ratio("prefix"), GrowingClip(0.025, 0.05, 0.05, 0.5), aggregation=BY_SEQUENCE),
-        does="Clips the product of current/proximal over the tokens up to each token, with bounds that grow with its "
-        "position.",
-        when="Use it for many updates a batch on long responses: later tokens add no variance to the weight of earlier "
-        "ones.",
-        source="Causal trajectory policy optimization, arXiv 2605.07331; bounds and dual clip are on log r and times "
-        "n^power.",
+        does="Clips the product of ratios up to each token, with bounds that grow with its position.",
+        when="Use it for many updates a batch on long responses: later tokens add no variance to earlier ones.",
+        source="Causal trajectory policy optimization, arXiv 2605.07331; bounds are on log r, times n^power.",
     ),
     Preset(
         Objective("pnpo", Ratio("prefix_geometric"), Banded(), aggregation=BY_SEQUENCE),
-        does="Weighs each token by the geometric mean of current/proximal up to it, and drops it outside the band.",
+        does="Weighs each token by the geometric mean of ratios up to it; 0 outside a band.",
         when="Use it as `gspo`, where a token must not be judged by those after it.",
         source="Prefix normalization, arXiv 2608.01418; the paper's bounds are not known, these are GRPO's.",
     ),
     Preset(
         Objective("a3po", SAMPLER, AgedClip()),
-        does="Clips current/behavior with bounds that widen with the age of each token.",
+        does="Clips the ratio to the sampler, with bounds that widen with the age of each token.",
         when="Use it for asynchronous rollouts instead of a decoupled loss: it needs no proximal forward.",
         source="A-3PO, arXiv 2512.06547; AReaL's `loglinear`. At age 8 the bounds are 0.17 and 4.3.",
     ),
@@ -307,8 +295,7 @@ _PRESETS = (
     ),
     Preset(
         Objective("vespo", Ratio("sequence", "behavior"), GammaWeight(2.0, 3.0, 3.0, 2.0)),
-        does="Weighs each response by a smooth function of its product ratio current/behavior that vanishes far from "
-        "1.",
+        does="Weighs each response by a smooth function of its product ratio, which vanishes far from 1.",
         when="Use it for very stale rollouts of short or moderate length: the product is not normalized by length.",
         source="Variational sequence-level soft policy optimization, arXiv 2602.10693; TRL.",
     ),
@@ -320,18 +307,15 @@ _PRESETS = (
     ),
     Preset(
         Objective("drpo", SAMPLER, QuadraticPenalty(0.15)),
-        does="A quadratic penalty on current/behavior in place of a mask: the gradient turns where |pi - mu| passes "
-        "epsilon.",
+        does="A quadratic penalty in place of a mask: the gradient turns where |pi - mu| passes epsilon.",
         when="Use it as `dppo`, where a hard mask makes training unsteady.",
-        source="Divergence-regularized policy optimization, arXiv 2606.09821; epsilon on DPPO's scale "
-        "(docs/methods.md).",
+        source="Divergence-regularized policy optimization, arXiv 2606.09821; epsilon on DPPO's scale.",
     ),
     Preset(
         Objective("score-centering", SAMPLER, Reinforce(2.0), centering=True, advantage="dr-grpo"),
-        does="Token weights current/behavior up to `ceiling`, minus the expected score under the sampler.",
-        when="Use it with samplers that return their most probable ids (`[sampling] top_logprobs`), quantized ones "
-        "first.",
-        source="Score centering, arXiv 2609.20807; advantages are centered and not divided by the group's std.",
+        does="Token weights up to `ceiling`, minus the expected score under the sampler.",
+        when="Use it with quantized samplers that return their most probable ids (`[sampling] top_logprobs`).",
+        source="Score centering, arXiv 2609.20807.",
     ),
 )
 

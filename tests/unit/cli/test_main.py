@@ -14,6 +14,7 @@ import trimtab
 from trimtab.cli import main
 from trimtab.cli.commands import COMMANDS
 from trimtab.cli.output import run_directory
+from trimtab.diagnosis.advice.rules import choices
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
 from trimtab.text import without_credentials
@@ -256,11 +257,11 @@ def test_a_run_that_is_not_there_is_looked_for_beside_it(
 
 def test_explain_alone_lists_every_objective_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["explain"]) == 0
-    first, others = capsys.readouterr().out.split("\n\n")
-    names = [[line.split()[0] for line in block.splitlines()[1:]] for block in (first, others)]
-    assert len(names[0]) == 4
-    assert sorted(names[0] + names[1]) == sorted(objectives())
-    assert all(len(line.split()) > 3 for line in (first + others).splitlines() if line.split()[0] in objectives())
+    listed, _, chosen = capsys.readouterr().out.partition("\n\nWhich one when (")
+    assert [line.split()[0] for line in listed.splitlines() if len(line.split()) > 3] == objectives()
+    for row in choices():
+        assert f"\n\n{row.when}\n  {row.preset or 'nothing: repair it first'}" in chosen
+        assert row.accuracy in chosen
     assert main.run(["explain", "vtrace"]) == 2
     assert len(capsys.readouterr().err) < 150
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,9 +68,10 @@ class MethodResult:
 
     @property
     def text(self) -> str:
-        usual = "" if self.published is None else f" ({decimal(self.published)} at the usual one)"
+        usual = "" if self.published is None else f" ({self.published:.2f} at the usual one)"
         rate = "" if self.rate == 1 else f" at {self.rate:g} of the usual learning rate{usual}"
-        return f"{decimal(self.accuracy)} [{decimal(self.low)}, {decimal(self.high)}]{rate}"
+        changes = "".join(f" with {name}={value:g}" for name, value in self.settings.items())
+        return f"{self.accuracy:.2f} [{self.low:.2f}, {self.high:.2f}]{changes}{rate}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,13 +115,9 @@ class MapRegime:
         last = "" if order[-1] in named else f"; lowest {order[-1]} {self.methods[order[-1]].text}"
         return (
             f"Measured on responses of {self.tokens[1]:.0f} tokens ({self.description}; each method tuned "
-            f"or as published; {self.seeds} seeds; accuracy {decimal(self.before)} before training): "
+            f"or as published; {self.seeds} seeds; accuracy {self.before:.2f} before training): "
             f"{', '.join(texts)}{last}."
         )
-
-
-def decimal(value: float) -> str:
-    return f"{value:.2f}".removeprefix("0")
 
 
 def load_map() -> tuple[MapRegime, ...]:
@@ -187,6 +185,7 @@ class Rule:
     """A row of rules.toml, where each key is explained."""
 
     name: str
+    when: str
     preset: str
     what: str
     why: str
@@ -208,6 +207,37 @@ CONDITIONS: Mapping[str, Callable[[RuleInputs], bool]] = {
 }
 """The condition of each rule by name."""
 RULES = tuple(Rule(**row) for row in read_table("rules.toml")["rule"])
+
+
+class Choice(NamedTuple):
+    """A row of the list "which method when", of which the first that fits a run decides.
+
+    rule: its name. preset: "" where something must be repaired first. bounds: where they are from. regime: the runs
+    that measured it, "" for none. accuracy, uncorrected: held-out, of the preset and of `grpo` beside it.
+    """
+
+    rule: str
+    when: str
+    preset: str
+    bounds: str
+    regime: str = ""
+    accuracy: str = ""
+    uncorrected: str = ""
+
+
+def choices() -> Iterator[Choice]:
+    """Yields a row for each rule. docs/choosing.py writes them into pages, `trimtab explain` prints them."""
+    regimes = {regime.cause: regime for regime in load_map()}
+    for rule in RULES:
+        regime = None if rule.measured is None else regimes.get(rule.measured)
+        bounds = "published" if rule.preset else ""
+        if rule.own_bounds and rule.preset and bounds_of(rule.preset):
+            bounds = ", ".join(["from your data", *(f"{key}={value:g}" for key, value in rule.fixed.items())])
+        measured = ("", "", "")
+        if regime is not None:
+            uncorrected = "" if rule.preset == "grpo" else regime.methods["grpo"].text
+            measured = (regime.description, regime.methods[rule.preset].text, uncorrected)
+        yield Choice(rule.name, rule.when, rule.preset, bounds, *measured)
 
 
 def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule, str, Mapping[str, float], str]:

@@ -14,12 +14,15 @@ import pytest
 import trimtab
 from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.advice.rules import (
+    ACCEPTED,
     CONDITIONS,
     MUST_FIX,
     RULES,
+    Choice,
     MapRegime,
     MethodResult,
     RuleInputs,
+    choices,
     choose,
     load_map,
 )
@@ -123,9 +126,9 @@ def test_the_map_decides_where_it_covers_the_case() -> None:
     assert why == (
         "Where the sampler's weights are old, refreshing them more often removes the cause. The ratio of a whole "
         "response has drifted too far (seq-bypass would keep 10% of the tokens). Measured on responses of 120 tokens "
-        "(weights renewed every 32 updates; each method tuned or as published; 4 seeds; accuracy .72 before training): "
-        "icepop .85 [.80, .90] at 0.5 of the usual learning rate, opsm .84 [.70, .95]; lowest grpo .30 [.10, .50] at "
-        "0.25 of the usual learning rate (.02 at the usual one)."
+        "(weights renewed every 32 updates; each method tuned or as published; 4 seeds; accuracy 0.72 before "
+        "training): icepop 0.85 [0.80, 0.90] with weight_max=2 at 0.5 of the usual learning rate, opsm 0.84 [0.70, "
+        "0.95]; lowest grpo 0.30 [0.10, 0.50] at 0.25 of the usual learning rate (0.02 at the usual one)."
     )
     # A preset that is among the best stays, though another has the higher mean.
     level = replace(STALE, methods=STALE.methods | {"m2po": MethodResult(0.83, 0.7, 0.9, best=True, rate=1.0)})
@@ -168,7 +171,7 @@ def test_where_both_sides_agree_the_map_speaks_of_reuse_and_the_preset_stays() -
     rule, preset, overrides, why = choose(case(verdict="rounding", k3=1e-9), [reuse])
     assert (rule.name, preset, overrides) == ("floor", "grpo", {})
     assert "try half and a quarter of it first. Measured on responses of 120 tokens (16 updates a batch;" in why
-    assert "grpo .30 [.10, .50] at 0.25 of the usual learning rate (.02 at the usual one), icepop .85" in why
+    assert "grpo 0.30 [0.10, 0.50] at 0.25 of the usual learning rate (0.02 at the usual one), icepop 0.85" in why
     assert "Measured" not in choose(case(verdict="rounding", k3=1e-9, tokens=50 * 1000), [reuse])[3]
 
 
@@ -193,6 +196,21 @@ def test_the_map_covers_the_mean_k3_of_its_runs_and_not_that_of_their_last_step(
     [stale] = [regime for regime in load_map() if regime.cause == "stale"]
     assert stale.k3 == pytest.approx([min(means("grpo:optim.lr=1.25e-05")), max(means("seq-bypass"))], rel=5e-3)
     assert stale.outside(0.03, 120) == "k3 is 3.0e-02 here and 6.7e-04 to 4.7e-03 there"
+
+
+def test_the_list_of_methods_is_made_of_the_rules_and_the_map() -> None:
+    rows = {row.rule: row for row in choices()}
+    assert list(rows) == [rule.name for rule in RULES]
+    tuned = "0.85 [0.82, 0.89] at 0.25 of the usual learning rate (0.03 at the usual one)"
+    lag = ("weights renewed every 32 updates", "0.91 [0.89, 0.94]", tuned)
+    assert rows["stale, short"] == Choice("stale, short", RULES[3].when, "seq-bypass", "published", *lag)
+    assert rows["stale, long"].accuracy == "0.91 [0.89, 0.93] with tau=0.4"
+    assert (rows["fault"].bounds, rows["moe"].bounds) == ("", "from your data, weight_max=1.5")
+    assert (rows["fault"].preset, rows["precision"].regime, rows["floor"].uncorrected) == ("", "", "")
+    assert f"{ACCEPTED:.0%} of the tokens" in rows["stale, short"].when
+    for regime in load_map():  # what the list names is what is recommended where the map covers the data
+        named = [row.preset for row in rows.values() if row.regime == regime.description]
+        assert named == [*map(regime.preferred, named)]
 
 
 def measured(sample: TokenTable, verdict: str, k3: float) -> Measured:
