@@ -1,6 +1,6 @@
 """Peak memory of a training rank, measured beside computed (`trimtab.trainer.memory`).
 
-    .venv/bin/python benchmarks/memory.py                     # the table of docs/scale.md, about five minutes
+    .venv/bin/python benchmarks/memory.py                     # about five minutes
     .venv/bin/python benchmarks/memory.py --models laboratory
     .venv/bin/python benchmarks/memory.py --computed          # large models and long rows, arithmetic alone
 

@@ -1,4 +1,4 @@
-"""Every command that README, three pages and `--help` print runs as printed, in a fresh folder.
+"""Every command that README, four pages and `--help` print runs as printed, in a fresh folder.
 
 `PLANS` says for each what is added so that it takes seconds: fewer steps, a tiny model, the laboratory. A command that
 is printed and not in the table fails the test, and so does a row that nothing prints. The pages' Python runs as well.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.support import forked
 
 import trimtab
@@ -26,7 +27,8 @@ from trimtab.trainer.sft import laboratory_folder
 
 ROOT = Path(__file__).parents[2]
 PAGES = "\n".join(
-    (ROOT / page).read_text() for page in ("README.md", "docs/quickstart.md", "docs/methods.md", "docs/evaluation.md")
+    (ROOT / page).read_text()
+    for page in ("README.md", *(f"docs/{name}.md" for name in ("quickstart", "methods", "evaluation", "ci")))
 )
 PROGRAMS = ("trimtab ", "make ", "torchrun ", "python ")
 
@@ -372,7 +374,7 @@ def test_the_pages_have_the_python_that_is_run_here() -> None:
         "import trimtab",
         "trimtab.train(",
         "# parts: [(PolicyLogps, advantages), ...], one for each micro-batch",
-        "import torch",
+        *("import torch", "import json", "import sys"),
     ]
 
 
@@ -384,6 +386,7 @@ def test_the_pages_have_the_python_that_is_run_here() -> None:
         (2, SHORT, ""),
         (3, GIVEN + PARTS, "assert c.grad.abs().sum() > 0"),
         (4, "", ""),
+        (6, "def train(monitor): pass", ""),
     ],
 )
 @pytest.mark.slow
@@ -396,3 +399,29 @@ def test_python_of_the_pages_runs(
     (tmp_path / "block.py").write_text(f"{before}\n{python_blocks()[index]}\n{after}\n")
     done = python(tmp_path / "block.py", cwd=tmp_path, TINY=str(tiny))
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the steps need jq")
+def test_the_steps_of_the_page_of_ci_run(tmp_path: Path) -> None:
+    (tmp_path / "test_parity.py").write_text(python_blocks()[5])
+    first, more = re.findall(r"^```yaml\n(.*?)^```$", PAGES, flags=re.DOTALL | re.MULTILINE)
+    for step in [*yaml.safe_load(first)["jobs"]["parity"]["steps"], *yaml.safe_load(more)]:
+        if not step.get("run", "pip").startswith("pip"):
+            done = shell(f"set -e\n{step['run']}", tmp_path, GITHUB_STEP_SUMMARY="summary.md")
+            assert done.returncode == 0, f"{step}\n{done.stdout}\n{done.stderr}"
+    assert re.search(r"k3.*\| mismatch \| ok \|", (tmp_path / "summary.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_site_is_not_built_with_a_dead_link(tmp_path: Path) -> None:
+    """The command of `make docs`, on two pages of which one links a heading, and what is not there."""
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    [command] = re.findall(r"^\t(.*mkdocs build.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: pages\nnav: [a.md, b.md]\nplugins: []")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "b.md").write_text("# B\n")
+    for link, code in {"b.md#b": 0, "gone.md": 1, "b.md#gone": 1}.items():
+        (tmp_path / "pages" / "a.md").write_text(f"# A\n[b]({link})\n")
+        done = shell(command.replace("$(BIN)", str(BIN)), tmp_path)
+        assert (done.returncode, link in done.stderr) == (code, bool(code)), done.stderr

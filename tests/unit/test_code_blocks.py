@@ -40,16 +40,13 @@ COMMANDS = "tests/e2e/test_documented_commands.py"
 # Blocks that another test runs, by page and number.
 ELSEWHERE = {
     ("README.md", 0): COMMANDS,
-    ("docs/quickstart.md", 0): COMMANDS,
-    ("docs/quickstart.md", 1): COMMANDS,
-    ("docs/quickstart.md", 2): COMMANDS,
+    **{("docs/quickstart.md", index): COMMANDS for index in range(3)},
+    **{("docs/ci.md", index): COMMANDS for index in range(2)},
     ("docs/frameworks.md", 0): "tests/e2e/test_trl_subclass.py",
     ("docs/frameworks.md", 1): "tests/unit/adapters/test_verl_records.py",
     ("docs/frameworks.md", 2): "tests/unit/diagnosis/reading/test_frameworks.py",  # the file that it writes
     ("docs/adapters.md", 0): "tests/e2e/test_trl_trainer.py",
-    ("docs/adapters.md", 3): "tests/e2e/test_adapter_recipes.py",
-    ("docs/adapters.md", 4): "tests/e2e/test_adapter_recipes.py",
-    ("docs/adapters.md", 5): "tests/e2e/test_adapter_recipes.py",
+    **{("docs/adapters.md", index): "tests/e2e/test_adapter_recipes.py" for index in (3, 4, 5)},
 }
 
 

@@ -9,7 +9,7 @@
                                      short rows; on an accelerator, which keeps no scores, rows of prompt and response
     head                             hidden states, tiles of logits, and the dense gradient of the head
 
-In bytes. docs/scale.md derives the terms, and `benchmarks/memory.py` compares them with measurements on a CPU.
+In bytes. `benchmarks/memory.py` compares the terms with measurements on a CPU.
 """
 
 from __future__ import annotations
