@@ -122,8 +122,8 @@ _PRESETS = (
         Objective("geo-mask", Ratio(), Clipped(), masks=(Band("geometric", 0.99, 1.01),)),
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="PPO without the responses whose geometric mean ratio is outside a band.",
-        when="Use it to reject mismatched responses of any length.",
-        source="Miles' mismatch report; SkyRL.",
+        when="Use it to reject responses that drifted as a whole; fit the band to the length of yours.",
+        source="Miles' mismatch report, with [0.99, 1.001]; the band is that of SkyRL's examples.",
     ),
     Preset(
         Objective(
@@ -136,7 +136,7 @@ _PRESETS = (
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="`geo-mask` times a clipped weight per token.",
         when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`.",
-        source="Miles' masked importance sampling (its mismatch helper).",
+        source="Miles' masked importance sampling (its mismatch helper); the band is that of SkyRL's examples.",
     ),
     Preset(
         Objective("k3-mask", Ratio(), Clipped(), masks=(Divergence("k3", "mean", 0.01),)),
