@@ -24,6 +24,7 @@ from typing import Any
 from fair_map import MAP, RESULTS, TUNING, WATCHED, Store, choices, keep_rollouts, rows_of, train
 from grid import table
 from trimtab.intervals import seed_interval
+from trimtab.trainer.config import load_config
 from trimtab.trainer.lab import tuning
 from trimtab.trainer.lab.experiment import LONG_RECIPE, ExperimentPlan, plan_experiment
 from trimtab.trainer.lab.regimes import Regime, regime
@@ -71,13 +72,12 @@ class Runs:
     deadline: float
 
     def plan(self, part: str, specs: Sequence[str], place: Regime) -> ExperimentPlan:
-        sets, out = self.given.set, self.given.out
-        plan = plan_experiment(specs, [place], self.given.seeds, out, model=LONG_RECIPE, sets=sets)
+        sets, out, seeds, first = self.given.set, self.given.out, self.given.seeds, 0
         if part == TUNING:
-            section, first = plan.runs[0].config.eval, tuning.FIRST_SEED
+            section = load_config(LONG_RECIPE, sets).eval
             sets = [*sets, f"eval.skip={section.skip + section.problems}", "eval.every=0"]
-            out = out / tuning.FOLDER
-            plan = plan_experiment(specs, [place], 1, out, model=LONG_RECIPE, sets=sets, first_seed=first)
+            out, seeds, first = out / tuning.FOLDER, 1, tuning.FIRST_SEED
+        plan = plan_experiment(specs, [place], seeds, out, model=LONG_RECIPE, sets=sets, first_seed=first)
         return keep_rollouts(plan)
 
     def train(self, part: str, settings: Iterable[Setting], place: Regime) -> dict[Setting, Rows]:
