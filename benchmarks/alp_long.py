@@ -147,11 +147,10 @@ def tuning_table(values: Mapping[Setting, float]) -> str:
 
 def results_tables(found: Mapping[Setting, Rows], others: Mapping[str, Rows]) -> list[str]:
     named = {**{str(setting): rows for setting, rows in found.items()}, **others}
-    rows = [
-        [name, str(len(one)), interval([accuracy(row) for row in one.values()], ".3f"), of_runs(one, SIGMA, LAST)]
-        + [of_runs(one, "entropy/rollout", LAST), of_runs(one, "mismatch/k3")]
-        for name, one in named.items()
-    ]
+    rows = []
+    for name, one in named.items():
+        metrics = (of_runs(one, SIGMA, LAST), of_runs(one, "entropy/rollout", LAST), of_runs(one, "mismatch/k3"))
+        rows.append([name, str(len(one)), interval([accuracy(row) for row in one.values()], ".3f"), *metrics])
     noisy = {s: found[replace(s, sigma=0.0, noise_rate=FIXED)] for s in found if s.sigma}
     pairs = [["the same without noise", *(lead(found[s], own) for s, own in noisy.items())]]
     pairs += [[n, *(lead(found[s], one) for s in noisy)] for n, one in named.items() if n not in map(str, noisy)]

@@ -159,7 +159,8 @@ def test_explain_prints_the_noise_of_alp(capsys: pytest.CaptureFixture[str]) -> 
     for name in ("token-alp", "seq-alp"):
         assert main.run(["explain", name]) == 0
         text = capsys.readouterr().out
-        for part in ("h_l + σ_l·ε_l, ε_l ~ N(0, I)", "expectation", "one draw", "left out:", "source: Adaptive", "lr = 0.0005"):
+        parts = ("h_l + σ_l·ε_l, ε_l ~ N(0, I)", "expectation", "one draw", "left out:", "source: Adaptive")
+        for part in (*parts, "[perturbation]", "lr = 0.0005"):
             assert part in text
         assert main.run(["explain", name, "--code"]) == 0
         names: dict[str, object] = {}
