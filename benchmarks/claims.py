@@ -46,7 +46,7 @@ RATIOS, REFRESHES = (0.3, 0.6, 0.9), (2, 8, 16)
 PROMPTS, RATES = (4, 16, 64), (1e-4, 2e-4, 4e-4, 8e-4)
 LENGTHS = (4, 10, 20, 30)  # of `sort`: its digits, and the stop
 # Each keeps 0.8 of all responses of the runs without a mask.
-BANDS = {"product": ("sequence", 0.5, 2.0), "geometric": ("geometric", 0.93, 1.07)}
+BANDS = {"product": ("sequence", 0.25, 4.0), "geometric": ("geometric", 0.935, 1.07)}
 
 Rows = Callable[[Mapping[str, dict[str, Any]], Sequence[int], Path], tuple[Sequence[str], list[list[str]]]]
 
