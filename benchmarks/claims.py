@@ -8,7 +8,8 @@
     prefixes  SOUP: share of a response that the older policy wrote x batches between its refreshes, against on-policy
               training
     batches   responses an update x learning rate
-    lengths   do masks of products prefer short responses? Responses of 4, 10, 20 and 30 tokens in one run
+    lengths   do masks of products prefer short responses? Responses of 4, 10, 20 and 30 tokens in one run, and masks
+              that keep the same share of them all
 
 Accuracy is greedy, on 128 held-out problems; mean [lowest, highest] of the seeds. An interrupted run goes on where it
 stopped.
@@ -44,7 +45,8 @@ REGIMES = ("stale-32", "int3", "reuse-16")
 RATIOS, REFRESHES = (0.3, 0.6, 0.9), (2, 8, 16)
 PROMPTS, RATES = (4, 16, 64), (1e-4, 2e-4, 4e-4, 8e-4)
 LENGTHS = (4, 10, 20, 30)  # of `sort`: its digits, and the stop
-BANDS = {"product": ("sequence", 0.5, 2.0), "geometric": ("geometric", 0.93, 1.07)}
+# Each keeps 0.8 of all responses of the runs without a mask.
+BANDS = {"product": ("sequence", 0.25, 4.0), "geometric": ("geometric", 0.935, 1.07)}
 
 Rows = Callable[[Mapping[str, dict[str, Any]], Sequence[int], Path], tuple[Sequence[str], list[list[str]]]]
 
@@ -193,7 +195,7 @@ def length_settings() -> dict[str, tuple[str, ...]]:
 def length_rows(
     _: Mapping[str, dict[str, Any]], seeds: Sequence[int], out: Path
 ) -> tuple[Sequence[str], list[list[str]]]:
-    """By length of the response: k3, the share that each mask keeps, and the reward of the last twenty steps."""
+    """By length of the response: k3, the share that a mask keeps, and the reward of the last twenty steps."""
     rows = []
     for arm in ("none", *BANDS):
         folders = [out / f"lengths/{arm}/seed{seed}" for seed in seeds]
@@ -201,8 +203,13 @@ def length_rows(
         rewards = [mean_and_range([at_end(steps, f"mixture/{n}/reward") for steps in runs]) for n in LENGTHS]
         ratios = log_ratios(folders)
         sizes = [f"{mean(float(k3(row).mean()) for row in ratios[n]):.1e}" for n in LENGTHS]
-        rows.append([arm, *sizes, *(f"{kept_share(ratios[n], arm):.2f}" for n in LENGTHS), *rewards])
-    return ["mask", *(f"{what} at {n}" for what in ("k3", "kept", "reward") for n in LENGTHS)], rows
+        for mask in [arm] if arm in BANDS else BANDS:
+            shares = [kept_share(ratios[n], mask) for n in LENGTHS]
+            shares.append(kept_share([row for n in LENGTHS for row in ratios[n]], mask))
+            name = arm if arm in BANDS else f"none, judged by the {mask}"
+            rows.append([name, *sizes, *(f"{share:.2f}" for share in shares), *rewards])
+    of = {"k3": LENGTHS, "kept": (*LENGTHS, "all"), "reward": LENGTHS}
+    return ["mask", *(f"{what} at {n}" for what, lengths in of.items() for n in lengths)], rows
 
 
 def log_ratios(folders: Sequence[Path]) -> dict[int, list[np.ndarray]]:
@@ -217,10 +224,8 @@ def log_ratios(folders: Sequence[Path]) -> dict[int, list[np.ndarray]]:
     return found
 
 
-def kept_share(ratios: Sequence[np.ndarray], arm: str) -> float:
-    if arm not in BANDS:
-        return 1.0
-    level, low, high = BANDS[arm]
+def kept_share(ratios: Sequence[np.ndarray], mask: str) -> float:
+    level, low, high = BANDS[mask]
     totals = [float(row.sum() if level == "sequence" else row.mean()) for row in ratios]
     return mean(math.log(low) <= total <= math.log(high) for total in totals)
 

@@ -87,14 +87,6 @@ WATCHED = (
     "update/kl",
     "guard/returns",
 )
-SCHEMA_OF_PARTS = pa.schema(
-    [
-        pa.field("part", pa.string()),
-        *SCHEMA,
-        pa.field("settings", pa.string()),
-        pa.field("metrics", pa.struct([pa.field(name, pa.list_(pa.float32())) for name in WATCHED])),
-    ]
-)
 Key = tuple[str, str, str, int]  # part, setting of the method, regime, seed
 
 
@@ -104,11 +96,12 @@ class Store:
 
     path: Path
     rows: dict[Key, dict[str, Any]]
+    watched: Sequence[str] = WATCHED
 
     @classmethod
-    def open(cls, path: Path) -> Store:
+    def open(cls, path: Path, watched: Sequence[str] = WATCHED) -> Store:
         rows = pq.read_table(path).to_pylist() if path.exists() else []
-        return cls(path, {(row["part"], row["method"], row["regime"], row["seed"]): row for row in rows})
+        return cls(path, {(row["part"], row["method"], row["regime"], row["seed"]): row for row in rows}, watched)
 
     def add(self, part: str, runs: Iterable[tuple[PlannedRun, RunSummary]]) -> None:
         for run, result in runs:
@@ -125,10 +118,10 @@ class Store:
                 "run": run.name,
                 "planned_steps": run.config.trainer.steps,
                 "settings": digest(run),
-                "metrics": watched(run),
+                "metrics": series(run, self.watched),
                 **asdict(result),
             }
-        table = pa.Table.from_pylist([self.rows[name] for name in sorted(self.rows)], SCHEMA_OF_PARTS)
+        table = pa.Table.from_pylist([self.rows[name] for name in sorted(self.rows)], schema_of_parts(self.watched))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd")
@@ -148,14 +141,25 @@ class Store:
         return replace(found, curve=tuple(found.curve), curve_steps=tuple(found.curve_steps))
 
 
+def schema_of_parts(watched: Sequence[str]) -> pa.Schema:
+    return pa.schema(
+        [
+            pa.field("part", pa.string()),
+            *SCHEMA,
+            pa.field("settings", pa.string()),
+            pa.field("metrics", pa.struct([pa.field(name, pa.list_(pa.float32())) for name in watched])),
+        ]
+    )
+
+
 def key(part: str, run: PlannedRun) -> Key:
     return part, run.method.spec, run.regime.name, run.seed
 
 
-def watched(run: PlannedRun) -> dict[str, list[float | None]]:
-    """The watched metrics of a run by name, one value a step, None where a step has none."""
+def series(run: PlannedRun, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Metrics of a run by name, one value a step, None where a step has none."""
     rows = read_metrics(Path(str(run.config.out)) / "metrics.jsonl")
-    return {name: [row.get(name) for row in rows] for name in WATCHED}
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def digest(run: PlannedRun) -> str:
@@ -350,10 +354,15 @@ def original(run: PlannedRun, chosen: Sequence[tuning.Choice]) -> PlannedRun:
     return run
 
 
-def keeps_rollouts(run: PlannedRun) -> PlannedRun:
-    every = max(1, run.config.trainer.steps // KEPT_STEPS)
-    log = run.config.log.model_copy(update={"trajectories_every": every})
-    return replace(run, config=run.config.model_copy(update={"log": log}))
+def keep_rollouts(plan: ExperimentPlan) -> ExperimentPlan:
+    """Runs with the first seed keep some of their rollouts."""
+    runs = list(plan.runs)
+    for index, run in enumerate(runs):
+        if run.seed == 0:
+            every = max(1, run.config.trainer.steps // KEPT_STEPS)
+            log = run.config.log.model_copy(update={"trajectories_every": every})
+            runs[index] = replace(run, config=run.config.model_copy(update={"log": log}))
+    return replace(plan, runs=tuple(runs))
 
 
 def main() -> None:
@@ -386,8 +395,7 @@ def main() -> None:
     store = Store.open(given.results)
     errors = train(TUNING, candidates.plan.runs, store, given.workers, deadline)
     chosen = choices(candidates, store)
-    plan = tuning.plan_comparison(published, chosen)
-    plan = replace(plan, runs=tuple(keeps_rollouts(run) if run.seed == 0 else run for run in plan.runs))
+    plan = keep_rollouts(tuning.plan_comparison(published, chosen))
     runs = list({run.name: original(run, chosen) for run in plan.runs}.values())
     errors += train(MAP, runs, store, given.workers, deadline)
 

@@ -70,6 +70,7 @@ WEIGHTS = st.none() | st.fixed_dictionaries(
         "bound": st.sampled_from(["truncate", "mask", "clip"]),
         "max": st.just(1.5),
         "normalize": st.booleans(),
+        "over": OVER,
     }
 )
 

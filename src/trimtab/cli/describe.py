@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from inspect import getsource
 from typing import Annotated, Any
 
 import typer
@@ -131,6 +132,7 @@ def _entries(name: str, changes: list[str], *, is_objective: bool, is_recipe: bo
         keywords = [item for item in changes if "." not in item.partition("=")[0]] if is_recipe else changes
         built = from_section({"name": name, **_keywords(keywords)})
         entries["objective"] = {"objective": name, "equation": built.equation(), "advantage": built.advantage}
+        entries["objective"] |= {"source": built.source} if built.source else {}
         changes = [f"objective.{item}" if item in keywords else item for item in changes]
     if is_recipe:
         entries["recipe"] = {"recipe": name, **_describe_recipe(name, changes)}
@@ -138,9 +140,14 @@ def _entries(name: str, changes: list[str], *, is_objective: bool, is_recipe: bo
 
 
 def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str, Any], as_json: bool) -> None:
-    """Prints a trainer's settings, or the code, at whose head stands the command that prints it."""
+    """Prints a trainer's settings, or the code, at whose head stands the command that prints it.
+
+    Below the loss of ALP stands the function that adds the noise.
+    """
     from trimtab.adapters.config_lines import lines_for
     from trimtab.objectives.lookup import from_section
+    from trimtab.objectives.perturbed_inputs import perturb
+    from trimtab.trainer.config import REQUIRED_SECTIONS
 
     if trainer is not None and command:
         raise TrimtabError("--for prints settings and --code a function: give one of them")
@@ -149,6 +156,8 @@ def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str
         printed: dict[str, Any] = {"objective": name, "for": trainer, "lines": text.splitlines()}
     else:
         text = from_section({"name": name, **keywords}).code(command).rstrip()
+        if REQUIRED_SECTIONS.get(name) == "perturbation":
+            text += f"\n\n\n{getsource(perturb).rstrip()}"
         printed = {"objective": name, "code": text}
     if as_json:
         print_json(printed)
@@ -214,4 +223,5 @@ def _format_entry(entry: dict[str, Any]) -> str:
         for name, section in entry.items()
         if isinstance(section, dict)
     ]
+    sections += [f"  source: {entry['source']}"] if "source" in entry else []
     return "\n".join([f"{title}  (advantage: {entry['advantage']})", "", entry["equation"], *sections])

@@ -58,17 +58,17 @@ def compute_correction(
     turn: Int[Tensor, "batch time"] | None = None,
     measure: bool = False,
 ) -> BatchCorrection:
-    """Computes weight, keep and statistics of proximal/behavior. No gradient, no synchronization with the device.
+    """Computes weight, keep and their statistics. No gradient, no synchronization with the device.
 
     All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None
-    where no rule reads them; a weight and `measure` read `proximal`. `turn` is the number of the model turn of each
-    token, which levels of turns read. Raises `ValueError` naming a missing tensor.
+    where nothing reads them; `measure` reads `proximal`. `turn` is the number of the model turn of each token, which
+    levels of turns read. Raises `ValueError` naming a missing tensor.
     `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` is one block, as its
     sequences may span all rows.
     """
     tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage, "turn": turn}
-    for rule in masks:
-        missing = [name for name in sorted(rule.reads) if tensors[name] is None]
+    for rule in (*masks, *([] if weight is None else [weight])):
+        missing = [name for name in sorted(rule.reads - {"turn"}) if tensors[name] is None]
         if missing:
             raise ValueError(f"{type(rule).__name__} needs {missing[0]}, which is None")
     rows, time = mask.shape
@@ -148,14 +148,16 @@ class _Block:
 
     def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
         """Returns the bounded weight of every token, which tokens it keeps (None: all), and its statistics."""
-        sequences, mismatch, units = self.sequences, self.evidence.mismatch, units_of(self.sequences, weight.level)
+        sequences, ratios = self.sequences, self.evidence.over(weight.over)
+        units = units_of(sequences, weight.level)
         per_token = weight.level in PER_TOKEN_LEVELS
         trained = sequences.mask if per_token else units.trained
-        ratio = mismatch.at(weight.level)
+        ratio = ratios.at(weight.level)
         inside = weight.inside(ratio)
         bounded = select(weight.apply(ratio), trained)
         per_position = bounded if per_token else torch.where(sequences.mask, units.spread(bounded), 0.0)
-        raw = self.histogram if weight.level == "token" else Histogram.of(mismatch.log_at(weight.level), trained)
+        shared = (weight.level, weight.over) == ("token", "proximal")  # with the statistics of the mismatch
+        raw = self.histogram if shared else Histogram.of(ratios.log_at(weight.level), trained)
         statistics: dict[str, Mergeable] = {
             "weight": WeightStatistics(
                 raw=raw.counts,

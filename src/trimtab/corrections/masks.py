@@ -22,6 +22,7 @@ from trimtab.corrections.arguments import check_bounds, check_option, check_rang
 from trimtab.corrections.code_lines import Lines, number
 from trimtab.corrections.ratios import (
     LEVELS,
+    OVER,
     PER_TOKEN_LEVELS,
     TURN_LEVELS,
     Number,
@@ -35,9 +36,6 @@ from trimtab.corrections.reduce import Sequences, select
 Part = TypeVar("Part")
 
 REDUCTIONS = ("token", "mean", "max", "sum")
-OVER = ("proximal", "current")
-"""Policies whose ratio to the sampler a rule can judge."""
-
 VETO_OF = ("ratio", "probability")
 READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 
@@ -129,9 +127,6 @@ class Mask(ABC):
         raise NotImplementedError
 
 
-_SYMBOLS = {"proximal": ("ρ", "π_old"), "current": ("w", "π")}
-
-
 @dataclass(frozen=True)
 class Band(Mask):
     """Keeps where min <= ratio <= max at a level. The bounds are on the ratio itself, never on its inverse.
@@ -164,7 +159,7 @@ class Band(Mask):
         return inside if self.level in PER_TOKEN_LEVELS else units_of(evidence.sequences, self.level).spread(inside)
 
     def equation(self) -> str:
-        letter, policy = _SYMBOLS[self.over]
+        letter, policy = OVER[self.over]
         bounds = f"{self.min:g} ≤ {symbol(letter, self.level)} ≤ {self.max:g}"
         return f"{bounds}, {definition(letter, self.level, policy, 'μ')}"
 
@@ -215,7 +210,7 @@ class Divergence(Mask):
 
     def equation(self) -> str:
         over = "" if self.reduce == "token" else f"{self.reduce}_t "
-        policy = _SYMBOLS[self.over][1]
+        policy = OVER[self.over][1]
         value = {"binary_tv": f"|{policy} − μ|", "binary_kl": f"KL(Bern(μ)‖Bern({policy}))"}.get(
             self.kind, f"{self.kind}({policy}/μ)"
         )
@@ -268,7 +263,7 @@ class Veto(Mask):
         return evidence.sequences.spread(evidence.sequences.max(-log) <= -math.log(self.min))
 
     def equation(self) -> str:
-        letter, policy = _SYMBOLS[self.over]
+        letter, policy = OVER[self.over]
         if self.of == "probability":
             return f"every {policy}(y_t) ≥ {self.min:g}"
         return f"every {letter}_t ≥ {self.min:g}, {definition(letter, 'token', policy, 'μ')}"

@@ -28,6 +28,9 @@ PER_TOKEN_LEVELS = ("token", *PREFIX_LEVELS)
 PRODUCT_LEVELS = ("sequence", "turn")
 """Levels that multiply the ratios of a unit's tokens."""
 
+OVER = {"proximal": ("ρ", "π_old"), "current": ("w", "π")}
+"""Policies whose ratio to the sampler weights and rules read, with the letter of that ratio and the policy's symbol."""
+
 Number = float | int
 """A bound or coefficient; a recipe may contain 2 for 2.0."""
 

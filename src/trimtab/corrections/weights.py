@@ -1,4 +1,4 @@
-"""Importance weights: the ratio proximal/behavior at a level, bounded, always without gradient.
+"""Importance weights: the ratio proximal/behavior, or current/behavior, at a level, bounded, always without gradient.
 
     truncate    min(rho, max)                  TIS
     clip        min(max(rho, min), max)        Miles' clip mode
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.corrections.arguments import check_bounds, check_option
 from trimtab.corrections.code_lines import Lines, number
-from trimtab.corrections.ratios import LEVELS, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
+from trimtab.corrections.ratios import LEVELS, OVER, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
 from trimtab.corrections.statistics import Histogram, Mergeable
 from trimtab.errors import TrimtabError
 
@@ -30,10 +30,11 @@ MEAN_FLOOR = 1e-8
 
 @dataclass(frozen=True)
 class Weight:
-    """An importance weight: the ratio proximal/behavior at a level, bounded.
+    """An importance weight: the ratio of a policy to the sampler at a level, bounded, without gradient.
 
     level: one of `LEVELS`. bound: truncate, clip or mask. min, max: bounds, None for none.
     normalize: after bounding, divide by the mean over the update.
+    over: the policy, "proximal", or "current", whose weight is evaluated anew in every forward.
     Raises `TrimtabError` for unknown options and for bounds that do not enclose 1.
     """
 
@@ -42,9 +43,11 @@ class Weight:
     min: Number | None = None
     max: Number | None = 2.0
     normalize: bool = False
+    over: str = "proximal"
 
     def __post_init__(self) -> None:
         check_option(self, "level", LEVELS)
+        check_option(self, "over", OVER)
         check_option(self, "bound", BOUNDS)
         check_bounds(self.low, self.high, "Weight")
         if self.bound == "truncate" and self.low > 0:
@@ -61,6 +64,11 @@ class Weight:
     @property
     def rule(self) -> str:
         return f"weight_{self.level}"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Fields of `PolicyLogps` that it reads."""
+        return frozenset({self.over, "behavior", *(["turn"] if self.level in TURN_LEVELS else [])})
 
     @property
     def rejects(self) -> bool:
@@ -87,7 +95,7 @@ class Weight:
 
     def equation(self) -> str:
         """Returns the factor of the loss as text, with its numbers."""
-        name = symbol("ρ", self.level)
+        name = symbol(OVER[self.over][0], self.level)
         bounded = {
             "truncate": f"min({name}, {self.high:g})",
             "clip": f"clip({name}, {self.low:g}, {self.high:g})",
@@ -97,11 +105,12 @@ class Weight:
 
     def code(self, lines: Lines) -> str:
         """Returns the bounded weight, not normalized, as PyTorch code."""
-        rho, low, high = lines.ratio_of("proximal", self.level), number(self.low), number(self.high)
+        rho, low, high = lines.ratio_of(self.over, self.level), number(self.low), number(self.high)
+        constant = ".detach()" if self.over == "current" else ""
         if self.bound == "mask":
             inside = f"({rho} >= {low}) & ({rho} <= {high})" if self.low > 0 else f"{rho} <= {high}"
-            return f"torch.where({inside}, {rho}, 0.0)"
-        return f"{rho}.clamp({low}, {high})" if self.low > 0 else f"{rho}.clamp(max={high})"
+            return f"torch.where({inside}, {rho}, 0.0){constant}"
+        return f"{rho}.clamp({low}, {high}){constant}" if self.low > 0 else f"{rho}.clamp(max={high}){constant}"
 
     def mean_code(self, lines: Lines) -> str:
         """Returns the mean that `normalize` divides by as PyTorch code, of a whole update."""
@@ -118,7 +127,8 @@ class Weight:
         units = {**dict.fromkeys(PER_TOKEN_LEVELS, "tokens"), **dict.fromkeys(TURN_LEVELS, "turns")}
         units = units.get(self.level, "sequences")
         mean = f", w̄ = mean of the bounded weight over the update's {units}" if self.normalize else ""
-        return definition("ρ", self.level, "π_old", "μ") + mean
+        letter, policy = OVER[self.over]
+        return definition(letter, self.level, policy, "μ") + mean
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,6 +70,7 @@ OF_UPDATE = {
 PER_RANK = " (per rank, where ranks average gradients); by default, of this batch"
 
 ASCII = {
+    **{"σ_": "sigma_", "ε": "eps"},
     **{"−": "-", "·": "*", "≤": "<=", "≥": ">=", "≠": "!=", "‖": "||", "²": "^2", "½": "1/2", "∞": "inf", "w̄": "mean"},
     **{"π": "pi", "μ": "mu", "ρ": "rho", "τ": "tau", "α": "alpha", "σ": "sigmoid", "Σ": "sum", "Π": "prod"},
     **{"\\": "/", '"""': "'''"},

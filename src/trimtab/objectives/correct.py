@@ -44,9 +44,9 @@ def correct(
     """Computes importance weights, rejection and mismatch metrics of a batch in one pass.
 
     `current` (batch, time), `advantage` (batch, 1) or (batch, time), and `turn` (batch, time), the number of the model
-    turn of each token, are needed where a mask names them in `reads`. A weight with `normalize` is divided by its mean
-    over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises `ValueError` for
-    what is not a tensor, or of another shape, kind of number or device.
+    turn of each token, are needed where the weight or a mask names them in `reads`. A weight with `normalize` is
+    divided by its mean over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises
+    `ValueError` for what is not a tensor, or of another shape, kind of number or device.
     """
     check_batch(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)
     if advantage is not None:

@@ -156,10 +156,8 @@ class Objective:
 
     def _correction_needs(self, masks: tuple[Mask, ...]) -> frozenset[str]:
         """Returns the fields of `PolicyLogps` that the weight and these masks read."""
-        reads = frozenset({"proximal", "behavior"} if self.weight is not None else {"behavior"} if masks else ())
-        if self.weight is not None and self.weight.level in TURN_LEVELS:
-            reads |= {"turn"}
-        return reads.union(*(rule.reads for rule in masks)) - {"advantage"}
+        parts = (*masks, *([] if self.weight is None else [self.weight]))
+        return frozenset({"behavior"} if parts else ()).union(*(part.reads for part in parts)) - {"advantage"}
 
     @torch.no_grad()
     def prepare(self, logps: PolicyLogps, advantage: Float[Tensor, "batch #time"]) -> State:

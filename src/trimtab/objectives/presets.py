@@ -21,7 +21,13 @@ from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforc
 SAMPLER = Ratio("token", "behavior")
 BY_SEQUENCE = Aggregation("seq-mean-token-mean")
 FIXED_LENGTH = Aggregation("constant", length_max=1024)
-PERTURBED = ("π is perturbed: the trainer adds learnable noise on every layer; without noise this equals bypass",)
+PERTURBED = (
+    "π has noise, μ none: layer l reads h_l + σ_l·ε_l, ε_l ~ N(0, I), drawn anew for every token of every update",
+    "minimized is the expectation of this loss over ε, by one draw for an update; all other forwards have no noise",
+    "ln σ_l, one for each layer, is learned with it at its own rate (`[perturbation]`); at σ_l = 0 this equals bypass",
+    "left out: noise of another kind than Gaussian, and one scale for each expert",
+)
+WITHOUT_NOISE = ("no noise: this is the loss of `token-alp`, and what it is compared with",)
 SPLICED = ("the trainer lets an older policy begin each response, whose μ is on the prefix; the sampler's on the rest",)
 
 _PRESETS = (
@@ -76,9 +82,9 @@ _PRESETS = (
         source="Baseline of arXiv 2603.19470; bypass mode of verl and Miles.",
     ),
     Preset(
-        Objective("token-alp-bypass", SAMPLER, Clipped(0.2, 0.28, 10.0)),
-        does="`token-alp` without its noise.",
-        when="Use it as the baseline of `token-alp`.",
+        Objective("token-alp-bypass", SAMPLER, Clipped(0.2, 0.28, 10.0), notes=WITHOUT_NOISE),
+        does="`token-bypass` with the clip bounds of `token-alp`: the same loss without noise.",
+        when="Use it as the baseline of `token-alp`, which differs from it by its perturbation only.",
         source="Baseline of arXiv 2603.19470.",
     ),
     # Decoupled: the ratio current/proximal is clipped, the mismatch proximal/behavior corrected by a weight or a mask.

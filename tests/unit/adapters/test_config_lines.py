@@ -188,6 +188,8 @@ def test_parts_of_every_level_have_their_own_words() -> None:
         mask = [{"kind": "k3", "reduce": reduce, "max": 0.1}]
         assert overrides(of("verl", mask=mask))[f"{correction}.rollout_rs"] == verl
     assert "verl has no mask on the mean tv" in of("verl", mask=[{"kind": "tv", "reduce": "mean", "max": 0.1}])
+    for trainer, name in (("verl", "verl"), ("trl", "TRL"), ("miles", "Miles")):
+        assert f"{name} has no weight on π/μ" in of(trainer, weight={"over": "current"})
     assert "off_policy_mask_threshold=0.1" in of("trl", mask=[{"kind": "opsm", "delta": 0.1}])
     assert "TRL has no OPSM of A > 0" in of("trl", mask=[{"kind": "opsm", "delta": 0.1, "sign": "positive"}])
     assert "rs_veto_threshold: 0.001" in of("miles", mask=[{"kind": "veto", "min": 1e-3}], weight={})

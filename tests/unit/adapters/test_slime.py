@@ -111,6 +111,8 @@ def test_slime_refuses_what_its_hook_does_not_pass() -> None:
         tis("grpo")
     with pytest.raises(TrimtabError, match="opsm reads advantage and current, which this hook does not pass: use loss"):
         tis("opsm")
+    with pytest.raises(TrimtabError, match="token-tis reads current, which this hook does not pass: use loss"):
+        tis({"name": "token-tis", "weight": {"over": "current"}})
     with pytest.raises(TrimtabError, match="context parallelism"):
         tis("token-tis", lengths=(4, 2))
     with pytest.raises(TrimtabError, match="needs trimtab_objective in the file"):

@@ -156,6 +156,23 @@ def test_explain_prints_code_that_says_which_command_printed_it(capsys: pytest.C
         assert line in capsys.readouterr().err
 
 
+def test_explain_prints_the_noise_of_alp(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("token-alp", "seq-alp"):
+        assert main.run(["explain", name]) == 0
+        text = capsys.readouterr().out
+        parts = ("h_l + σ_l·ε_l, ε_l ~ N(0, I)", "expectation", "one draw", "left out:", "source: Adaptive")
+        for part in (*parts, "[perturbation]", "lr = 0.0005"):
+            assert part in text
+        assert main.run(["explain", name, "--code"]) == 0
+        names: dict[str, object] = {}
+        exec(capsys.readouterr().out, names)  # noqa: S102 - it is the text of this package
+        assert {"perturb", f"{name.replace('-', '_')}_loss"} <= set(names)
+    assert main.run(["explain", "token-alp-bypass", "--code"]) == 0
+    assert "def perturb" not in capsys.readouterr().out
+    assert main.run(["explain", "token-alp-bypass"]) == 0
+    assert "note: no noise" in capsys.readouterr().out
+
+
 def test_explain_takes_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["explain", "composed", "--set", 'surrogate={kind="soft-gate"}']) == 0
     assert "σ(τ (r_t − 1)) A" in capsys.readouterr().out

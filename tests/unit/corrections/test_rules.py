@@ -50,6 +50,20 @@ def test_sequence_weight_is_the_product_and_geometric_its_root():
     assert weights(Weight("sequence", "mask", 0.0, 1.4), 2.0, 1.5, 0.5) == [0.0] * 3
 
 
+def test_a_weight_over_the_current_policy_reads_no_proximal_one_and_has_no_gradient():
+    current, behavior, mask = row(0.5, 1.5, 3.0)
+    weight = Weight("token", "truncate", max=2.0, over="current")
+    found = compute_correction(None, behavior, mask, weight=weight, current=current.requires_grad_()).weight
+    assert found is not None
+    assert found[0].tolist() == pytest.approx([0.5, 1.5, 2.0])
+    assert not found.requires_grad
+    assert (weight.equation(), weight.definition()) == ("sg[min(w_t, 2)]", "w_t = π(y_t)/μ(y_t)")
+    with pytest.raises(ValueError, match="Weight needs current, which is None"):
+        compute_correction(behavior, behavior, mask, weight=weight)
+    with pytest.raises(ValueError, match="Weight needs proximal, which is None"):
+        compute_correction(None, behavior, mask, weight=Weight(), current=current)
+
+
 def test_bounds_are_on_the_ratio_and_not_on_its_inverse():
     for ratio, expected in ((0.9995, True), (1.0005, True), (0.995, True), (1.005, False), (0.985, False)):
         for level in ("token", "sequence", "geometric"):
@@ -197,6 +211,7 @@ def test_beyond_the_mean_total_variation_only_tokens_that_lead_back_are_kept():
         lambda: Weight("token", "truncate", min=0.5),
         lambda: Weight("word"),
         lambda: Weight("token", "cut"),
+        lambda: Weight(over="reference"),
         lambda: Band("geometric", -0.01, 0.01),
         lambda: Band("row", 0.5, 2.0),
         lambda: Band("token", float("nan"), 2.0),

@@ -260,6 +260,21 @@ def test_logprob_may_be_weighted_and_masked():
     assert run(masked)[1] == pytest.approx([0.0, -1 / 2])
 
 
+def test_a_weight_over_the_current_policy_stands_beside_a_clip_on_current_over_proximal():
+    """current/behavior is 3 and current/proximal 1.5: the weight has no gradient, and outside the clip nothing has."""
+    wide = Objective("mine", Ratio(), Clipped(0.2, 0.6), Weight("token", "truncate", max=10.0, over="current"))
+    loss, slopes = run(wide)
+    assert loss == pytest.approx(-(3 * 1.5 + 1) / 2)
+    assert slopes == pytest.approx([-3 * 1.5 / 2, -1 / 2])
+    loss, slopes = run(replace(wide, surrogate=Clipped(0.2, 0.2)))
+    assert loss == pytest.approx(-(3 * 1.2 + 1) / 2)
+    assert slopes == pytest.approx([0, -1 / 2])
+    assert run(replace(wide, weight=Weight("token", "mask", 0.5, 2.0, over="current")))[1] == pytest.approx([0, -1 / 2])
+    normalized = replace(wide, weight=Weight("sequence", max=10.0, normalize=True, over="current"))
+    assert normalized.prepare_needs == {"current"}
+    assert run(normalized)[1] == pytest.approx([-1.5 / 2, -1 / 2])  # one sequence: its weight is the mean
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_second_moment_is_judged_at_its_own_level(level):
     """One harmful log-ratio, log 3 at both tokens of a sequence and log 3 / 2 in its mean: all are beyond tau."""

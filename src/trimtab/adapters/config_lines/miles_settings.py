@@ -62,7 +62,7 @@ def _surrogate(built: Objective) -> Settings:
 
 def _weight(weight: Weight) -> Settings:
     """Returns flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
-    if weight.level not in LEVELS:
+    if weight.level not in LEVELS or weight.over == "current":
         raise no_weight(weight, "Miles")
     built_in = {}
     if weight.level == "token" and not weight.normalize:

@@ -34,6 +34,8 @@ def no_term(built: Objective) -> Absent:
 
 
 def no_weight(weight: Weight, name: str) -> Absent:
+    if weight.over == "current":
+        return Absent(f"{name} has no weight on π/μ")
     if weight.level not in LEVELS:
         return Absent(f"{name} has no weight for each {_unit(weight.level)}")
     return Absent(f"{name} has no {weight.level} weight")

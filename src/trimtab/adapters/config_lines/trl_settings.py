@@ -100,7 +100,7 @@ def _surrogate(built: Objective) -> Settings:
 
 
 def _weight(weight: Weight) -> Settings:
-    if weight.level not in ("token", "sequence"):
+    if weight.level not in ("token", "sequence") or weight.over == "current":
         raise no_weight(weight, "TRL")
     form, key = "mask" if weight.bound == "mask" else "truncate", "vllm_importance_sampling"
     options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": repr(weight.high)}

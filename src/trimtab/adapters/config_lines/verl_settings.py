@@ -112,7 +112,7 @@ def _surrogate(built: Objective) -> Settings:
 
 
 def _weight(weight: Weight) -> Settings:
-    if weight.level not in ("token", "sequence"):
+    if weight.level not in ("token", "sequence") or weight.over == "current":
         raise no_weight(weight, "verl")
     threshold, remarks = f"{weight.high:g}", ()
     if weight.bound == "mask":
