@@ -145,6 +145,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = []
+    _, seconds = run.series("time/step")  # Also those of discarded steps.
+    run = run.kept
     for task, accuracy in run.accuracy().items():
         ends = ["not measured" if value is None else f"{value:.3f}" for value in (accuracy.before, accuracy.after)]
         problems = run.series(f"eval/{task}/problems")[1][-1:]
@@ -165,7 +167,6 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         bound = number(run.config.get("optim", {}).get("grad_clip"))
         note = f"gradient norm {short(norms.min())} to {short(norms.max())}, optim.grad_clip {bound}"
         tiles.append(("Updates clipped", f"{clipped.mean():.0%}", note))
-    _, seconds = run.series("time/step")
     if len(seconds):
         note = f"median {np.median(seconds):.1f} s per step"
         tiles.append(("Time in steps", duration(float(seconds.sum())), note))

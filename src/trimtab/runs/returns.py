@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 EVENT, RETURNS = "guard/event", "guard/returns"
@@ -19,6 +20,13 @@ class Return(NamedTuple):
 
 def returns_of(rows: Sequence[Mapping[str, Any]]) -> list[Return]:
     return [Return(row["step"], row[CONTINUES_FROM]) for row in rows if row.get(CONTINUES_FROM) is not None]
+
+
+def discarded_spans(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Returns the first and the last step of each part of the run that was discarded."""
+    kept = {row["step"] for row in kept_rows(rows)}
+    parts = groupby((row["step"] for row in rows), key=lambda step: step in kept)
+    return [(steps[0], steps[-1]) for is_kept, part in parts if not is_kept for steps in [list(part)]]
 
 
 def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from trimtab.report import run_charts
 from trimtab.report.run_charts import Curve, chart_sections
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
-from trimtab.runs.returns import Return
 from trimtab.text import number, short
 
 
@@ -48,12 +47,16 @@ def test_returns_are_marked_without_changing_the_axis() -> None:
     axes = Figure().add_subplot()
     run_charts._draw_curves(axes, [_curve([0.2] * 40)])
     limits = axes.get_ylim()
-    run_charts._mark_returns(axes, [Return(21, 10), Return(36, 28)])
+    starts = {21: 10, 26: 10, 36: 28}
+    rows = [
+        {"step": step} | ({"guard/continues_from": starts[step]} if step in starts else {}) for step in range(1, 41)
+    ]
+    run_charts._mark_returns(axes, Run(Path("run"), {}, rows))
     assert axes.get_ylim() == limits
     spans = [patch.get_extents().transformed(axes.transData.inverted()).intervalx for patch in axes.patches]
-    assert [list(span) for span in spans] == [pytest.approx([10.5, 20.5]), pytest.approx([28.5, 35.5])]
-    assert [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:]] == [21, 36]
-    assert axes.get_legend_handles_labels()[1] == ["a", "returned to step 10, 28"]
+    assert [list(span) for span in spans] == [pytest.approx([10.5, 25.5]), pytest.approx([28.5, 35.5])]
+    assert [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:]] == [21, 26, 36]
+    assert axes.get_legend_handles_labels()[1] == ["a", "returned to earlier steps"]
 
 
 def test_a_curve_lying_on_zero_is_seen() -> None:
