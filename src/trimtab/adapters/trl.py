@@ -65,6 +65,8 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
     TRL that would have no effect, and for objectives and dumps that need what TRL does not have.
     """
 
+    _buffered_inputs: Any
+
     def __init__(
         self,
         *args: Any,

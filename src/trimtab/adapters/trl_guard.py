@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -115,8 +114,8 @@ class ReturnAtSign(TrainerCallback):
     def _sign(self, step: int) -> Sign | None:
         """Returns the first sign after `step` updates; the monitor finishes a step at the first batch of the next."""
         finite, self._finite = self._finite, None
-        watches = finite is not None and "nonfinite" in self._guard.on
-        if watches and not self._trainer.accelerator.gather(finite.long()).all():
+        finite = torch.ones(()) if finite is None or "nonfinite" not in self._guard.on else finite
+        if not self._trainer.accelerator.gather(finite.long()).all():
             return Sign("nonfinite", "nonfinite", "the loss is not finite", step - 1)
         new = [one for one in self._monitor.steps if one.number > self._judged]
         for one in new:
@@ -199,9 +198,9 @@ def copied(value: Any) -> Any:
 def checkpoint_advice(folder: Path, healthy: int) -> str:
     """Says which checkpoint of a trainer's folder to go on from: the newest one of step `healthy` or before."""
     saved = {int(number): one for one in folder.glob("checkpoint-*") if (number := one.name[11:]).isdecimal()}
-    trusted = max((number for number in saved if number <= healthy), default=-math.inf)
-    if trusted in saved:
-        return f"go on from {saved[trusted]}"
+    trusted = [number for number in saved if number <= healthy]
+    if trusted:
+        return f"go on from {saved[max(trusted)]}"
     if saved:
         return f"the newest checkpoint is {saved[max(saved)]}, and steps after {healthy} are in doubt"
     return f"no checkpoint is in {folder}: set save_steps"

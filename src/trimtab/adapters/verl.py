@@ -24,10 +24,10 @@ from functools import partial
 from typing import Any
 
 from trimtab.adapters import verl_driver, verl_records
-from trimtab.adapters.monitoring import STOP_ON, stop_on
+from trimtab.adapters.monitoring import stop_on
 from trimtab.adapters.verl_loss import KEYWORDS, LOSS_PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError
-from trimtab.monitor.monitor import checked_signs, exit_when_stopped
+from trimtab.monitor.monitor import exit_when_stopped
 from trimtab.objectives import objectives
 from trimtab.objectives.presets import COMPOSED
 
@@ -51,15 +51,12 @@ def register() -> list[str]:
                 registry[name] = verl_driver.refuse_logps_as_weights(function)
     helper = f"{PPO}.rollout_corr_helper"
     _replace(helper, "compute_rollout_correction_and_add_to_batch", verl_driver.wrap_correction)
-    signs = checked_signs(stop_on())
     if folder := os.environ.get(verl_records.MONITOR):
         watch = verl_records.Watch(folder)
         _replace(helper, "compute_rollout_correction_and_add_to_batch", watch.wrap_correction)
         watch.follow()  # Imports the trainers, which find the wrapped function.
-        if signs:
+        if stop_on():
             exit_when_stopped()  # Also in the process of the script, which sees the error of the driver.
-    elif signs:
-        raise TrimtabError(f"{STOP_ON} needs {verl_records.MONITOR}=FOLDER, whose monitor sees the signs")
     _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
     _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.wrap_variance_proxy)
     _replace(f"{PPO}.core_algos", "get_policy_loss_fn", partial(verl_driver.wrap_policy_loss_fn, named))

@@ -118,8 +118,7 @@ class Monitor:
         response_ids: (batch, time). grad_norm: that of the step before.
 
         Alarms are judged when a step is complete: at the first call of the next one. All ranks call it alike. Raises
-        `ValueError` for what is not a tensor or number, or of another shape, kind of number or device, and `GuardStop`
-        at what `stop_on` names.
+        `ValueError` for what is not a tensor or number, or of another shape, kind or device, `GuardStop` for `stop_on`.
         """
         step = _whole("step", step)
         if step % self._every:
