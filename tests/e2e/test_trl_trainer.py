@@ -170,6 +170,15 @@ def test_a_guard_puts_weights_back_and_goes_on_with_a_lower_rate(faults: dict[st
     assert infinite["rates"] == pytest.approx([1e-3 * factor for factor in expected])
 
 
+def test_a_guard_reads_the_reward_of_trl_s_log(faults: dict[str, Any]) -> None:
+    found = faults["reward"]
+    (line,) = found["said"]
+    assert "reward-collapse: the reward fell from 0." in line
+    ((step, _, start),) = found["marks"]
+    assert 40 < step <= 50
+    assert start == 20, "of the copies of every tenth step the last one from 20 steps before"
+
+
 def test_a_guard_stops_after_its_returns_with_the_last_good_weights(faults: dict[str, Any]) -> None:
     never, often = faults["never"], faults["often"]
     assert (never["steps"], never["marks"], never["finite"]) == (7, [[7, 1.0, 4.0]], True)

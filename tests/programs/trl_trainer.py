@@ -477,10 +477,16 @@ def noisy(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]
     return sampled(prompts, trainer, noise=3.0 if 22 <= trainer.state.global_step < 27 else 0.3)
 
 
+def falling(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    """A reward that falls to a tenth after 30 steps."""
+    return [one * (0.1 if 30 <= trainer_state.global_step < 50 else 1.0) for one in digits(completions)]
+
+
 def faulted(folder: Path, steps: int, guard: Guard | bool, infinite: tuple[int, ...] = (), **options: Any) -> Any:
     """A trained `Faulty`, and what the guard and the log say of it."""
     own = {"guard": guard}
     trainer = build(Faulty, folder, steps=steps, own=own, rollout=noisy, **options)
+    trainer.reward_funcs = [falling]
     trainer.infinite, trainer.noted = infinite, {}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -508,6 +514,7 @@ def faults(folder: Path) -> dict[str, Any]:
     found["ess"]["kept"] = [one.step for one in trainer._at_sign._snapshots]
     trainer, found["infinite"] = faulted(folder, 12, True, (6, 9), lr_scheduler_type="linear", num_iterations=2)
     found["infinite"]["same"] = all(map(torch.equal, trainer.noted["returned 7"], trainer.noted["before 0"]))
+    _, found["reward"] = faulted(folder, 54, Guard(on=("reward",)), learning_rate=1e-5, **plain)
     _, found["never"] = faulted(folder, 12, Guard(times=0, every=4), (6,), **plain)
     _, found["often"] = faulted(folder, 30, Guard(times=2, every=2), tuple(range(5, 30)), **plain)
     _, found["not watched"] = faulted(folder, 4, Guard(on=("reward",)), (3,), **plain)
