@@ -1,9 +1,11 @@
 """What `[guard]` does for runs that collapse, for runs that do not, and what it costs.
 
     python benchmarks/guard.py [--hours 2] [--only stale-32 grpo] [--seeds 8]    # trains; goes on where it was stopped
-    python benchmarks/guard.py --hours 0 [--figure docs/images/guard.png]        # of the runs that are there
+    python benchmarks/guard.py --hours 0       # tables of the runs that are there
+    python benchmarks/guard.py --figure docs/images/guard.png
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
-    python benchmarks/guard.py --cost          # a step with the guard against one without, in alternation
+    python benchmarks/guard.py --lost 20       # samplers whose weights stop arriving at a random step
+    python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
 `CELLS` are the cells of the fair map whose mean at published settings is more than .05 below that of the same method
 at its tuned rate and below the accuracy before training, and cells of the sweeps of rates that fail. Each run with the
@@ -14,22 +16,35 @@ was not discarded.
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import statistics
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import pyarrow.parquet as pq
 
+from fair_map import BLUE, Store, train
 from fair_map import RESULTS as FAIR_MAP
-from fair_map import Store, train
 from trimtab.intervals import seed_interval
+from trimtab.runs.directory import read_metrics
+from trimtab.runs.layout import METRICS
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.guard.history import KeptSteps
 from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
 from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.models.load import LoadedModel
+from trimtab.trainer.observer import NullObserver
+from trimtab.trainer.run import train as train_run
+from trimtab.types import Engine
 
 RESULTS = FAIR_MAP.with_name("guard.parquet")
 PART, BASELINE = "guard", "baseline"
@@ -49,27 +64,20 @@ class Cell(NamedTuple):
 
 CELLS = (
     Cell(LONG, "stale-32", "grpo", "grpo:optim.lr=1.25e-05", 4),
-    Cell(LONG, "stale-32", "opsm", "opsm:optim.lr=1.25e-05", 4),
-    Cell(LONG, "reuse-16", "m2po", "m2po:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "grpo", "grpo:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "token-tis", "token-tis:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "opsm", "opsm:optim.lr=5e-05", 1),
-    Cell(LONG, "reuse-16", "seq-bypass", "seq-bypass:optim.lr=2.5e-05", 1),
-    Cell(LONG, "reuse-16", "token-alp", "token-alp:optim.lr=5e-05", 1),
-    Cell(
-        LONG,
-        "reuse-16",
-        "token-alp-bypass",
-        "token-alp-bypass:clip_low=0.5,clip_high=1.0,optim.lr=2.5e-05",
-        1,
-    ),
-    Cell(LONG, "int4", "token-alp", "token-alp:optim.lr=5e-05", 4),
     *(
         Cell(None, name, f"grpo:optim.lr={rate}", "grpo:optim.lr=1e-4", 4)
         for rate in ("8e-4", "4e-4")
         for name in ("on-policy", "int8", "int4", "noise")
     ),
+    Cell(LONG, "reuse-16", "m2po", "m2po:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "grpo", "grpo:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "token-tis", "token-tis:optim.lr=2.5e-05", 1),
+    Cell(LONG, "stale-32", "opsm", "opsm:optim.lr=1.25e-05", 4),
     Cell(LONG, "int4", "grpo:optim.lr=4e-4", "grpo", 4),
+    Cell(LONG, "reuse-16", "opsm", "opsm:optim.lr=5e-05", 1),
+    Cell(LONG, "reuse-16", "seq-bypass", "seq-bypass:optim.lr=2.5e-05", 1),
+    Cell(LONG, "reuse-16", "token-alp", "token-alp:optim.lr=5e-05", 1),
+    Cell(LONG, "int4", "token-alp", "token-alp:optim.lr=5e-05", 4),
 )
 
 
@@ -166,6 +174,100 @@ def offline() -> Iterable[str]:
     yield from names
 
 
+def draw(store: Store, path: Path) -> None:
+    """Held-out accuracy of one run with and without the guard: `grpo` at stale-32, the first seed."""
+    without = next(
+        row
+        for row in pq.read_table(FAIR_MAP).to_pylist()
+        if (row["part"], row["regime"], row["method"], row["seed"]) == ("map", "stale-32", "grpo", 0)
+    )
+    row = store.rows[PART, "grpo", "stale-32", 0]
+    returns = [value or 0 for value in row["metrics"]["guard/returns"]]
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    axes.plot(without["curve_steps"], without["curve"], color="#8c8c8c", marker="o", markersize=3, label="without")
+    steps = [step - 0.5 for step, (before, after) in enumerate(pairwise([0, *returns]), start=1) if after > before]
+    for start, end in pairwise([-1, *steps, math.inf]):
+        part = [(x, y) for x, y in zip(row["curve_steps"], row["curve"], strict=True) if start < x < end]
+        axes.plot(*zip(*part, strict=True), color=BLUE, marker="o", markersize=3, label="with [guard]" * (start < 0))
+    for step in steps:
+        axes.axvline(step, color=BLUE, linewidth=1, linestyle=":")
+        axes.text(step + 0.7, 1.0, "returned", color=BLUE, fontsize=8, va="top")
+    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1.02))
+    axes.grid(axis="y", color="#eeeeee")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="center right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+
+
+class LosesWeights:
+    """An engine that keeps its weights from one version on, until a publication is repeated; reports the new ones."""
+
+    def __init__(self, engine: Engine, first: int) -> None:
+        self.engine, self.first, self.repaired = engine, first, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
+        self.repaired |= version == self.engine.policy_version >= self.first and not as_is
+        if version >= self.first and not self.repaired and not as_is:
+            weights, as_is = [(name, weight.clone()) for name, weight in self.engine.named_weights()], True
+        self.engine.update_weights(weights, version, as_is=as_is)
+
+
+def lost_weights(runs: int) -> Iterable[str]:
+    """Runs whose sampler gets no new weights from a random step on: how the guard repairs them, by sampler."""
+    for name in ("on-policy", "bf16", "int8", "int4", "noise"):
+        outcomes: Counter[str] = Counter()
+        delays: list[int] = []
+        for seed in range(runs):
+            first = random.Random(f"{name} {seed}").randrange(5, 56)
+            sets = [*regime(name).settings, "trainer.steps=60", "eval.every=0", "eval.problems=8", f"seed={seed}"]
+            sets += [ON, "trainer.prompts=8", "log.trajectories_every=0", "checkpoint.every=0"]
+
+            def build(config: Config, loaded: LoadedModel, folder: Path, first: int = first) -> list[Any]:
+                return [LosesWeights(engine, first) for engine in build_engines(config, loaded, folder, print)]
+
+            with tempfile.TemporaryDirectory() as folder:
+                train_run(load_config("laboratory", sets), out=Path(folder) / "run", engines=build)
+                rows = read_metrics(Path(folder) / "run" / METRICS)
+            events = [row for row in rows if "guard/event" in row]
+            returned = any("guard/returns" in row for row in rows)
+            outcomes["returned" if returned else "repaired" if events else "not seen"] += 1
+            delays += [events[0]["step"] - 1 - first] if events else []
+        counts = ", ".join(f"{count} {word}" for word, count in outcomes.most_common())
+        yield f"{name}: {counts} of {runs}; seen after {statistics.median(delays or [math.nan]):g} steps (median)"
+
+
+class Clock(NullObserver):
+    """Notes when each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def step(self, metrics: Mapping[str, float | str]) -> None:  # noqa: ARG002 - of the protocol
+        self.ends.append(time.perf_counter())
+
+
+def cost(model: str, rounds: int) -> Iterable[str]:
+    """Seconds of a step with and without the guard, by round; checkpoints of the guard included."""
+    recipe = model if model in ("laboratory", LONG) else "quickstart"
+    sets = ["trainer.steps=31", "eval.every=0", "eval.problems=8", "checkpoint.every=0", "log.trajectories_every=0"]
+    ratios: list[float] = []
+    for number in range(rounds):
+        seconds = []
+        for guard in ([], [ON]):
+            clock = Clock()
+            with tempfile.TemporaryDirectory() as folder:
+                train_run(load_config(recipe, [*sets, *guard]), out=Path(folder) / "run", observer=clock)
+            # From the first step to the 30th: the 31st saves the last checkpoint of both.
+            seconds.append((clock.ends[29] - clock.ends[0]) / 29)
+        ratios.append(seconds[1] / seconds[0])
+        yield f"round {number + 1}: without {seconds[0]:.4f} s, with {seconds[1]:.4f} s a step, {ratios[-1] - 1:+.1%}"
+    yield f"{recipe}: median {statistics.median(ratios) - 1:+.1%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both")
@@ -174,10 +276,25 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))
-    parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--offline", action="store_true", help="signs in the stored runs of the fair map")
+    parser.add_argument("--figure", type=Path, help="draw one run with and without the guard")
+    parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
+    parser.add_argument("--lost", type=int, metavar="RUNS", help="runs of each sampler that loses its weights")
+    parser.add_argument("--rounds", type=int, default=5, help="of --cost")
     given = parser.parse_args()
+    if given.cost:
+        for line in cost(given.cost, given.rounds):
+            print(line, flush=True)
+        return
     if given.offline:
         print(*offline(), sep="\n")
+        return
+    if given.lost:
+        for line in lost_weights(given.lost):
+            print(line, flush=True)
+        return
+    if given.figure:
+        draw(Store.open(given.results), given.figure)
         return
     deadline = time.monotonic() + 3600 * given.hours
     store = Store.open(given.results)

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "check_loss": {"corrections", "objectives", "pages", "trainer.sandbox"},
     "corrections": set(),
     "diagnosis": {"adapters", "objectives", "corrections", "pages", "runs", "intervals"},
-    "monitor": {"objectives", "corrections"},
+    "monitor": {"objectives", "corrections", "intervals"},
     "objectives": {"corrections"},
     "pages": set(),
     "preflight": {
@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": set(),
     "trainer": {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "engines", "environments", "evaluation", "features")),
-        *(f"trainer.{part}" for part in ("models", "rewards", "rollout", "seeds", "tasks")),
+        *(f"trainer.{part}" for part in ("guard", "models", "rewards", "rollout", "seeds", "tasks")),
         *("corrections", "objectives", "runs", "intervals"),
     },
     "trainer.checkpoint": {"trainer", "trainer.config", "trainer.models", "trainer.rollout", "runs"},
@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "models", "rollout", "seeds")),
         *("trainer", "objectives", "corrections"),
     },
+    "trainer.guard": {"trainer", "trainer.checkpoint", "trainer.config", "monitor", "runs"},
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},
     "trainer.models": set(),
     "trainer.rewards": {"trainer.sandbox"},

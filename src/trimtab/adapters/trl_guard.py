@@ -23,7 +23,7 @@ from torch import Tensor
 from trimtab.errors import TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.monitor import Monitor
 from trimtab.monitor.alarms import History, Step
-from trimtab.monitor.signs import Sign, Watched, first_sign, needed_snapshots, trusted_step
+from trimtab.monitor.collapse_signs import Sign, Watched, first_sign, needed_snapshots, trusted_step
 
 # Not an import statement: the package is not required.
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback

@@ -20,9 +20,9 @@ from torch import Tensor
 from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, GuardStop, Status, TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
+from trimtab.monitor.collapse_signs import WATCHED, first_sign
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
-from trimtab.monitor.signs import WATCHED, first_sign
 from trimtab.objectives import Metrics
 from trimtab.text import json_value
 

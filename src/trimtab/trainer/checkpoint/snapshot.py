@@ -20,7 +20,7 @@ from trimtab.trainer.observer import Observer
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.source import RolloutSource
 
-KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare")
+KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare", "guard")
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
 
 

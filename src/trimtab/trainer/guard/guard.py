@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from trimtab.errors import DivergedError
 from trimtab.monitor.alarms import EXACT, SHIFT_STEPS, WINDOW
-from trimtab.monitor.signs import Sign
+from trimtab.monitor.collapse_signs import Sign
 from trimtab.runs.layout import checkpoint_folder, checkpoint_step
 from trimtab.runs.returns import CONTINUES_FROM, EVENT, RETURNS
 from trimtab.text import short
@@ -103,11 +103,11 @@ class Guard:
 
     def _not_repaired(self) -> Sign | None:
         """Says that weights that were published again did not arrive: k3 is nearer to that without them."""
-        published, self.state.published = self.state.published, []
-        if not published:
+        now = self._steps.last_k3
+        if not self.state.published or math.isnan(now):  # not measured in this step: the next one decides
             return None
-        before, without = published
-        now = max(self._steps.k3(1)[0], EXACT)
+        (before, without), self.state.published = self.state.published, []
+        now = max(now, EXACT)
         if not math.log(now) > (math.log(before) + math.log(without)) / 2:
             return None
         first = min(self.state.lost[-SHIFT_STEPS:])
@@ -145,7 +145,7 @@ class Guard:
         start = int(current_ranks().broadcast(json.dumps(snapshots[-1:]).encode())[1:-1])
         self.state.returns += 1
         restored = snapshot.go_back(trainer, start, self.state.returns)
-        self.state.discarded = trainer.step - (start - restored["guard"]["discarded"])
+        self.state.discarded = trainer.step - (start - restored["guard"].get("discarded", 0))
         text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {start}"
         self.state.marks = {CONTINUES_FROM: start, EVENT: text}
         trainer.learner.lr_factor = self.lr_factor

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trimtab.monitor.alarms import COLLAPSED_SHARE, History, Step
+from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign, needed_snapshots, trusted_step
 from trimtab.monitor.scalars import steps_of
-from trimtab.monitor.signs import Evaluation, Sign, accuracy_falls, first_sign, needed_snapshots, trusted_step
 from trimtab.runs.returns import CONTINUES_FROM
 
 K3 = "mismatch/k3"
@@ -62,6 +62,11 @@ class KeptSteps:
     @property
     def numbers(self) -> list[int]:
         return [step.number for step in self._steps]
+
+    @property
+    def last_k3(self) -> float:
+        """k3 of the last step; NaN if it did not measure it."""
+        return self._steps[-1][K3]
 
     def k3(self, count: int) -> list[float]:
         """Returns k3 of the last `count` steps that measured it."""
