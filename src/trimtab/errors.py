@@ -24,6 +24,10 @@ class DivergedError(TrimtabError):
     """The trained policy is no longer finite. An error for a single run, a result for a run of an experiment."""
 
 
+class GuardStop(TrimtabError):
+    """A sign of a collapse, at which a `trimtab.Monitor` with `stop_on` stops the training."""
+
+
 class EngineDeadError(TrimtabError):
     """An engine died or became unreachable during a call; `Engine.restart` restarts it."""
 

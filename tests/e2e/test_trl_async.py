@@ -68,6 +68,17 @@ def test_without_an_objective_the_loss_is_trl_s_own_bit_for_bit(run: Part) -> No
     assert found["observed"] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_a_guard_drops_waiting_samples_and_sends_the_weights_that_it_puts_back(run: Part) -> None:
+    found = run("guarded")
+    assert found["same"]
+    assert found["finite"]
+    assert found["waited"] > 0
+    assert found["refills"] == 2, "at the start, and after the waiting samples were dropped"
+    assert found["versions"][1] > found["versions"][0]
+    assert found["marks"] == [None, None, 2.0, None, None]
+    assert found["rates"] == [0.1, 0.1, 0.1, 0.05, 0.05]
+
+
 def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(
     bench: forked.Run, run: Part, tmp_path: Path
 ) -> None:

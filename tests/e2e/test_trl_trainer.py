@@ -22,13 +22,14 @@ NO_SAMPLER = (
 )
 
 
+PROGRAM = Path(__file__).parents[1] / "programs" / "trl_trainer.py"
 Part = Callable[[str], Any]
 
 
 @pytest.fixture
 def run(bench: forked.Run, tmp_path: Path) -> Part:
     """Calls a function of `trl_trainer.py` with this test's folder, in a process of its own."""
-    return lambda part: result_of(bench(Path(__file__).parents[1] / "programs" / "trl_trainer.py", part, tmp_path))
+    return lambda part: result_of(bench(PROGRAM, part, tmp_path))
 
 
 def test_grpo_is_the_loss_of_trl(run: Part) -> None:
@@ -131,6 +132,73 @@ def test_a_monitor_changes_no_bit_of_training(run: Part) -> None:
     assert result["loss"]
     assert all(0.02 < k3 < 0.1 for k3 in result["k3"])
     assert all(name.startswith("trimtab/") for name in result["added"])
+
+
+def test_a_guard_that_sees_no_sign_changes_no_bit_of_training(run: Part) -> None:
+    result = run("unguarded")
+    assert result["log"]
+    assert result["weights"]
+    assert result["random"]
+    assert result["snapshots"] == [0, 4, 8]
+    assert "trimtab/mismatch/k3" in result["added"]
+    assert not [name for name in result["added"] if "guard" in name]
+
+
+@pytest.fixture(scope="module")
+def faults(bench: forked.Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return result_of(bench(PROGRAM, "faults", tmp_path_factory.mktemp("faults")))
+
+
+def test_a_guard_puts_weights_back_and_goes_on_with_a_lower_rate(faults: dict[str, Any]) -> None:
+    ess = faults["ess"]
+    assert ess["marks"] == [[26, 1.0, 4.0]], "seen at three low steps of five, from 20 steps before"
+    assert ess["same"], "weights and moments of the optimizer, bit for bit"
+    assert ess["steps"] == 34
+    assert ess["rates"] == [1e-3] * 26 + [5e-4] * 8
+    assert ess["kept"] == [0, 4, 28, 32]
+    (line,) = ess["said"]
+    assert line.startswith("step 26: ess: effective sample size 0.")
+    assert line.endswith("; returned to the weights of step 4, with 0.5 of the learning rate")
+    infinite = faults["infinite"]
+    assert infinite["marks"] == [[7, 1.0, 0.0], [10, 2.0, 0.0]]
+    assert infinite["same"]
+    assert infinite["finite"]
+    # A schedule of 12 steps, which begins anew at each return.
+    expected = (
+        [1 - step / 12 for step in range(7)] + [0.5 * (1 - step / 12) for step in range(3)] + [0.25, 0.25 * 11 / 12]
+    )
+    assert infinite["rates"] == pytest.approx([1e-3 * factor for factor in expected])
+
+
+def test_a_guard_reads_the_reward_of_trl_s_log(faults: dict[str, Any]) -> None:
+    found = faults["reward"]
+    (line,) = found["said"]
+    assert "reward-collapse: the reward fell from 0." in line
+    ((step, _, start),) = found["marks"]
+    assert 40 < step <= 50
+    assert start == 20, "of the copies of every tenth step the last one from 20 steps before"
+
+
+def test_a_guard_stops_after_its_returns_with_the_last_good_weights(faults: dict[str, Any]) -> None:
+    never, often = faults["never"], faults["often"]
+    assert (never["steps"], never["marks"], never["finite"]) == (7, [[7, 1.0, 4.0]], True)
+    assert "the weights of step 4 are put back, and training stops after 0 returns: " in never["said"][0]
+    assert (often["steps"], often["finite"]) == (8, True)
+    assert often["marks"] == [[6, 1.0, 4.0], [7, 2.0, 4.0], [8, 3.0, 4.0]]
+    assert len(often["said"]) == 3
+    assert (faults["not watched"]["said"], faults["not watched"]["finite"]) == ([], False)
+
+
+def test_where_several_processes_train_they_stop_and_a_checkpoint_is_named(bench: forked.Run, tmp_path: Path) -> None:
+    both = bench(PROGRAM, "ranks", tmp_path, ranks=2)
+    assert both.returncode == 0, both.stderr[-2000:]
+    first, second = (json.loads(line) for line in both.stdout.splitlines() if line.startswith('{"steps"'))
+    assert first["steps"] == second["steps"] == 7
+    assert first["said"] == [
+        "step 7: nonfinite: the loss is not finite; training stops, because no process holds the whole training: "
+        f"go on from {tmp_path / 'checkpoint-6'}"
+    ]
+    assert second["said"] == []
 
 
 def test_scalars_of_a_trainer_state_are_read(run: Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

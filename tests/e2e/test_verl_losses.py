@@ -177,6 +177,18 @@ def test_the_driver_shows_its_batches_to_a_monitor(run: Part, tmp_path: Path) ->
     assert {json.loads(line)["group"] for line in (tmp_path / "sample.jsonl").open()} == {0, 1}
 
 
+def test_the_driver_stops_at_what_the_environment_names(
+    bench: forked.Run, run: Part, path: str, tmp_path: Path
+) -> None:
+    program = Path(__file__).parents[1] / "programs" / "verl_losses.py"
+    names = {"PYTHONPATH": path, "TRIMTAB_MONITOR": str(tmp_path), "TRIMTAB_STOP_ON": "ess"}
+    ended = bench(program, "stopped", **names)
+    assert ended.returncode == 3, ended.stderr[-2000:]
+    assert ended.stderr.splitlines()[-1].startswith("trimtab.errors.GuardStop: step 10: ess: effective sample size")
+    assert run("configurations", TRIMTAB_STOP_ON="ess")[-1].startswith("TRIMTAB_STOP_ON needs TRIMTAB_MONITOR=FOLDER")
+    assert run("configurations", TRIMTAB_STOP_ON="es")[-1].startswith("stop_on: 'es' cannot be watched")
+
+
 def test_what_is_missing_is_named(run: Part) -> None:
     none, weights, aggregation, update, constant, bypass, plain, *others = run("refusals")
     carried, gspo, ratios, baseline, rejection, normalized, absent = others

@@ -1,6 +1,6 @@
 """TRL's `AsyncGRPOTrainer` with Trimtab's losses on the laboratory model, without a server.
 
-    python tests/programs/trl_async.py parity|presets|own|train|refusals|whole FOLDER
+    python tests/programs/trl_async.py parity|presets|own|train|guarded|refusals|whole FOLDER
 
 Prints a JSON object as its last line. The environment must have TRL; its attention kernel, which needs a GPU, is
 replaced by the same attention in torch.
@@ -32,7 +32,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.micro_batch import turns_of
-from trimtab.adapters.trl import AsyncGRPOTrainer
+from trimtab.adapters.trl import AsyncGRPOTrainer, Guard
 from trimtab.adapters.trl_async import _with_versions
 from trimtab.adapters.trl_packed import VERSIONS
 from trimtab.errors import TrimtabError
@@ -142,7 +142,7 @@ def drawn(model: Any, count: int, version: int | None = None) -> list[RolloutSam
 def build(
     kind: type[PlainTrainer],
     folder: Path,
-    samples: list[RolloutSample],
+    samples: list[RolloutSample] | Worker,
     own: dict[str, Any],
     *,
     model: str = laboratory.NAME,
@@ -162,7 +162,7 @@ def build(
         token_budget=0,
         **settings,
     )
-    worker = Worker(samples)
+    worker = samples if isinstance(samples, Worker) else Worker(samples)
     return kind(
         str(saved(folder, model)),
         args=arguments,
@@ -404,6 +404,54 @@ def whole(folder: Path) -> dict[str, Any]:
     return result
 
 
+class Refilled(Worker):
+    """A worker that samples again when it is told of new weights and has no sample left."""
+
+    refills = 0
+
+    def update_model_version(self, version: int) -> None:
+        if self.rollout_buffer.empty():
+            self.refills += 1
+            for sample in drawn(self.model, 36, version):
+                self.rollout_buffer.put(sample)
+
+
+class Infinite(AsyncGRPOTrainer):
+    """The loss of the third update is infinite."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.global_step == 2:
+            self.before = [one.detach().clone() for one in self.model.parameters()]
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * torch.inf if self.state.global_step == 2 else loss
+
+    def drop_responses(self) -> None:
+        self.restored = [one.detach().clone() for one in self.model.parameters()]
+        self.waited, self.sent = self.rollout_queue.qsize(), self.model_version
+        super().drop_responses()
+
+
+def guarded(folder: Path) -> dict[str, Any]:
+    """A return drops the samples that wait, and sends the engine the weights that were put back."""
+    worker = Refilled([])
+    worker.model = plain_model(folder)
+    options = {"gradient_accumulation_steps": 2, "max_steps": 5, "learning_rate": 0.1}
+    trainer = build(Infinite, folder, worker, {"guard": Guard(every=2)}, **options)
+    trainer.train()
+    return {
+        "same": all(map(torch.equal, trainer.before, trainer.restored)),
+        "waited": trainer.waited,
+        "refills": worker.refills,
+        "versions": [trainer.sent, trainer.model_version],
+        "finite": all(bool(torch.isfinite(one).all()) for one in trainer.model.parameters()),
+        "marks": [row.get("trimtab/guard/continues_from") for row in trainer.state.log_history[:5]],
+        "rates": [row["learning_rate"] for row in trainer.state.log_history[:5]],
+    }
+
+
 def refusals(folder: Path) -> list[str]:
     """Said before a model is loaded, as this one cannot be."""
     plain = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none"}
@@ -424,7 +472,7 @@ def refusals(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    functions = (parity, presets, own, train, whole, refusals)
+    functions = (parity, presets, own, train, whole, guarded, refusals)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))
     if torch.distributed.is_initialized():  # A process that ends with its group open may abort: threads are running.
         torch.distributed.destroy_process_group()

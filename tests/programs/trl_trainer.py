@@ -12,9 +12,11 @@ import dataclasses
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,13 +26,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
 from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.loss_settings import TRL
-from trimtab.adapters.trl import GRPOTrainer
-from trimtab.errors import TrimtabError
+from trimtab.adapters.trl import GRPOTrainer, Guard
+from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps, objective, objectives
 from trimtab.trainer.models import laboratory
@@ -428,6 +431,109 @@ def lost(folder: Path) -> dict[str, Any]:
     return {"alarms": alarms, "next": monitor.close().next_step}
 
 
+def unguarded(folder: Path) -> dict[str, Any]:
+    """TRL's trainer and ours with a guard that sees no sign, for 10 steps with copies every 4."""
+    runs = []
+    for kind, own in ((PlainTrainer, {}), (GRPOTrainer, {"guard": Guard(every=4)})):
+        trainer = build(kind, folder, steps=10, own=own, num_iterations=2)
+        trainer.train()
+        weights = [value.detach().clone() for value in trainer.model.parameters()]
+        runs.append((without_times(trainer), weights, torch.get_rng_state()))
+    (log, weights, random), (ours, other, after) = runs
+    return {
+        "log": [{key: row[key] for key in plain} for plain, row in zip(log, ours, strict=True)] == log,
+        "weights": all(map(torch.equal, weights, other)),
+        "random": torch.equal(random, after),
+        "snapshots": [one.step for one in trainer._at_sign._snapshots],
+        "added": sorted({key for plain, row in zip(log, ours, strict=True) for key in row.keys() - plain}),
+    }
+
+
+class Faulty(GRPOTrainer):
+    """Trains with infinite losses in some steps, and notes weights and state of the optimizer at others."""
+
+    infinite: tuple[int, ...] = ()
+    noted: dict[str, list[Tensor]]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.note(f"before {self.state.global_step}")
+        return super().training_step(*args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        loss = super()._compute_loss(model, inputs)
+        return loss * torch.inf if self.state.global_step in self.infinite else loss
+
+    def drop_responses(self) -> None:
+        super().drop_responses()
+        self.note(f"returned {self.state.global_step}")
+
+    def note(self, name: str) -> None:
+        moments = [one for state in self.optimizer.state.values() for one in state.values()]
+        self.noted.setdefault(name, [one.detach().clone() for one in (*self.model.parameters(), *moments)])
+
+
+def noisy(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
+    """For five steps the sampler's log-probs are far from the trainer's."""
+    return sampled(prompts, trainer, noise=3.0 if 22 <= trainer.state.global_step < 27 else 0.3)
+
+
+def falling(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    """A reward that falls to a tenth after 30 steps."""
+    return [one * (0.1 if 30 <= trainer_state.global_step < 50 else 1.0) for one in digits(completions)]
+
+
+def faulted(folder: Path, steps: int, guard: Guard | bool, infinite: tuple[int, ...] = (), **options: Any) -> Any:
+    """A trained `Faulty`, and what the guard and the log say of it."""
+    own = {"guard": guard}
+    trainer = build(Faulty, folder, steps=steps, own=own, rollout=noisy, **options)
+    trainer.reward_funcs = [falling]
+    trainer.infinite, trainer.noted = infinite, {}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(one.message) for one in warned if one.category is TrimtabWarning]
+    return trainer, {
+        "said": [text for text in said if "returned" in text or "stops" in text],
+        "steps": trainer.state.global_step,
+        "rates": [row["learning_rate"] for row in trainer.state.log_history if "loss" in row],
+        "marks": [
+            [row["step"], row["trimtab/guard/returns"], row["trimtab/guard/continues_from"]]
+            for row in trainer.state.log_history
+            if "trimtab/guard/returns" in row
+        ],
+        "finite": all(bool(torch.isfinite(one).all()) for one in trainer.model.parameters()),
+    }
+
+
+def faults(folder: Path) -> dict[str, Any]:
+    """Low ESS, losses that are infinite once and again and again, and no return allowed."""
+    found = {}
+    plain = {"lr_scheduler_type": "constant"}
+    trainer, found["ess"] = faulted(folder, 34, Guard(on=("ess",), every=4), **plain)
+    found["ess"]["same"] = all(map(torch.equal, trainer.noted["returned 26"], trainer.noted["before 4"]))
+    found["ess"]["kept"] = [one.step for one in trainer._at_sign._snapshots]
+    trainer, found["infinite"] = faulted(folder, 12, True, (6, 9), lr_scheduler_type="linear", num_iterations=2)
+    found["infinite"]["same"] = all(map(torch.equal, trainer.noted["returned 7"], trainer.noted["before 0"]))
+    _, found["reward"] = faulted(folder, 54, Guard(on=("reward",)), learning_rate=1e-5, **plain)
+    _, found["never"] = faulted(folder, 12, Guard(times=0, every=4), (6,), **plain)
+    _, found["often"] = faulted(folder, 30, Guard(times=2, every=2), tuple(range(5, 30)), **plain)
+    _, found["not watched"] = faulted(folder, 4, Guard(on=("reward",)), (3,), **plain)
+    return found
+
+
+def ranks(folder: Path) -> dict[str, Any]:
+    """Several processes: one loss of one of them is infinite."""
+    rank = int(os.environ["RANK"])
+    trainer = build(Faulty, folder, steps=12, own={"guard": True})
+    trainer.infinite, trainer.noted = ((6,) if rank == 1 else ()), {}
+    trainer.args.save_strategy, trainer.args.save_steps = SaveStrategy.STEPS, 3
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(one.message) for one in warned if "training stops" in str(one.message)]
+    return {"steps": trainer.state.global_step, "said": said}
+
+
 def without_log_probs(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
     return sampled(prompts, trainer) | {"logprobs": None}
 
@@ -514,4 +620,5 @@ def options(_: Path) -> dict[str, list[str]]:
 if __name__ == "__main__":
     assert "trimtab.adapters.trl_async" not in sys.modules  # Nor what it imports, which may be missing.
     functions = (parity, kl, presets, planted, own, lost, train, state, monitored, unscored, refusals, options)
+    functions += (unguarded, faults, ranks)
     print(json.dumps({one.__name__: one for one in functions}[sys.argv[1]](Path(sys.argv[2]))))

@@ -531,6 +531,19 @@ def monitor() -> dict[str, Any]:
     return {"figures": figures, "same": same, "rejected": rejected, "warned": warned, "refused": refused}
 
 
+def stopped() -> None:
+    """verl's function of the driver over steps of which the last ones have a low effective sample size."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as add
+
+    for step in range(20):
+        old = batch()["old_log_probs"]
+        noise = (0.01 if step < 8 else 3.0) * torch.randn(old.shape, generator=torch.Generator().manual_seed(step))
+        add(
+            proto(rollout_log_probs=old + noise), OmegaConf.create({"rollout_is": "token", "rollout_is_threshold": 2.0})
+        )
+
+
 def refusal(function: Any, *arguments: Any, **keywords: Any) -> str:
     from trimtab.errors import TrimtabError
 

@@ -1,10 +1,12 @@
 """Shows a `trimtab.Monitor` what the losses of other trainers are given.
 
-It is given, or made at the first batch of a process that asks for one.
+It is given, or made at the first batch of a process that asks for one. One that is made stops the training at what the
+environment variable TRIMTAB_STOP_ON names, such as `ess,mismatch` (`stop_on` of `trimtab.Monitor`).
 """
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps
 
+STOP_ON = "TRIMTAB_STOP_ON"
 OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
 """Scalars of the monitor that every step has and that a trainer may average over micro-batches and processes."""
 
@@ -34,9 +37,15 @@ def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monito
             raise TrimtabError(f"monitor={monitor!r}: give True, a folder, or a trimtab.Monitor")
         return monitor
     if isinstance(monitor, bool):
-        return Monitor(merge_ranks=merge_ranks)
+        return Monitor(merge_ranks=merge_ranks, stop_on=stop_on())
     alone = not merge_ranks and dist.is_available() and dist.is_initialized()
-    return Monitor(Path(monitor) / (f"rank_{dist.get_rank()}" if alone else ""), merge_ranks=merge_ranks)
+    folder = Path(monitor) / (f"rank_{dist.get_rank()}" if alone else "")
+    return Monitor(folder, merge_ranks=merge_ranks, stop_on=stop_on())
+
+
+def stop_on() -> list[str]:
+    """Returns what TRIMTAB_STOP_ON names."""
+    return [name for part in os.environ.get(STOP_ON, "").split(",") if (name := part.strip())]
 
 
 class Observations:

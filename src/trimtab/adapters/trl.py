@@ -22,6 +22,7 @@ from torch import Tensor
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import hook
 from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
+from trimtab.adapters.trl_guard import Guard as Guard
 from trimtab.adapters.trl_shared import TrainsObjective, Update, check_settings
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
@@ -53,7 +54,9 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
     objective: a preset, or an `Objective` for other numbers and parts. Without it the loss is TRL's own, bit for bit,
     with every option of TRL. dump: a folder for the log-probs of the first update after each generation, which
     `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, a folder for one, or True, which is shown the same batches
-    and closed when training ends; its metrics go to TRL's log. Other parameters are those of TRL.
+    and closed when training ends; its metrics go to TRL's log. guard: True, or a `Guard` for other numbers: at the
+    first sign of a collapse, earlier weights are put back (trl_guard.py); it has a monitor without files where none is
+    given. Other parameters are those of TRL.
 
     With an objective, denominators and other statistics are those of the whole update: of all micro-batches of an
     accumulation window, on all processes. Tokens whose log-prob the sampler did not report are not trained; nor are
@@ -62,21 +65,24 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
     TRL that would have no effect, and for objectives and dumps that need what TRL does not have.
     """
 
+    _buffered_inputs: Any
+
     def __init__(
         self,
         *args: Any,
         objective: str | Objective | None = None,
         dump: str | Path | None = None,
         monitor: Monitor | str | Path | bool | None = None,
+        guard: Guard | bool = False,
         **kwargs: Any,
     ) -> None:
-        self._set_parts("trl", objective, dump, monitor)
+        self._set_parts("trl", objective, dump, monitor, guard)
         self._scored: Tensor | None = None
         self._sampled = 0
         if self._used:
             self._check_trainer(inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
-        self._close_at_end()
+        self._add_callbacks()
 
     def _check_trainer(self, given: Mapping[str, Any]) -> None:
         """Raises `TrimtabError` for another version of TRL, and for arguments that the objective or a dump excludes."""
@@ -94,6 +100,10 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         if self.model.training:
             self._sampled = self.state.global_step
         return super()._generate_and_score_completions(inputs)
+
+    def drop_responses(self) -> None:
+        """Makes TRL generate again for the next micro-batch: what waits is of discarded weights."""
+        self._buffered_inputs = None
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -8,7 +8,9 @@ Rollouts, rewards, advantages, packing, the forward pass and everything else rem
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import queue
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import peer_module, refuse_standard_deviation
 from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
+from trimtab.adapters.trl_guard import Guard
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 from trimtab.adapters.trl_shared import TrainsObjective, Update, check_ignored
 from trimtab.errors import TrimtabError
@@ -34,7 +37,7 @@ PlainTrainer: Any = _TRL.AsyncGRPOTrainer
 class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
     """A `trl.experimental.async_grpo.AsyncGRPOTrainer` that records, and whose loss may be a Trimtab objective.
 
-    objective, dump, monitor, and what is raised: as for `trl.GRPOTrainer`, but that every update is written.
+    objective, dump, monitor, guard, and what is raised: as for `trl.GRPOTrainer`, but that every update is written.
     `token-bypass` is TRL's own loss where an update is one micro-batch.
 
     With an objective, a sample serves one update, so that the policy at its start is the current one. A response is a
@@ -47,9 +50,10 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         objective: str | Objective | None = None,
         dump: str | Path | None = None,
         monitor: Monitor | str | Path | bool | None = None,
+        guard: Guard | bool = False,
         **kwargs: Any,
     ) -> None:
-        self._set_parts("trl-async", objective, dump, monitor)
+        self._set_parts("trl-async", objective, dump, monitor, guard)
         if self._used and not hasattr(_TRL, "TreeRow"):
             raise TrimtabError("this version of TRL packs samples by another method: use TRL 1.16")
         if self._objective is not None:
@@ -60,7 +64,17 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         super().__init__(*args, **kwargs)
         if self._used and self.rollout_queue is not None:
             self.rollout_queue = _VersionedQueue(self.rollout_queue)
-        self._close_at_end()
+        self._add_callbacks()
+
+    def drop_responses(self) -> None:
+        """Drops the samples that wait, and sends the engine the weights that were put back.
+
+        Samples that are being generated arrive later; TRL drops those older than `max_staleness`.
+        """
+        with contextlib.suppress(queue.Empty):
+            while self.rollout_queue is not None:
+                self.rollout_queue.get(block=False)
+        self._sync_weight()
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, refuse_standard_deviation
 from trimtab.adapters.loss_settings import TRL, chosen, refuse
 from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.monitoring import opened
+from trimtab.adapters.trl_guard import Guard, ReturnAtSign
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, State
@@ -55,6 +57,7 @@ class TrainsObjective:
     accelerator: Any
     add_callback: Any
     _metrics: Any
+    _at_sign: ReturnAtSign | None = None
 
     def _set_parts(
         self,
@@ -62,11 +65,15 @@ class TrainsObjective:
         objective: str | Objective | None,
         dump: str | Path | None,
         monitor: Monitor | str | Path | bool | None,
+        guard: Guard | bool,
     ) -> None:
         """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
         self._objective = None if objective is None else build(hook, objective, {})
         self._dump = None if dump is None else Dump(dump)
-        self._monitor = opened(monitor, merge_ranks=True) if monitor else None
+        if not isinstance(guard, Guard | bool):
+            raise TrimtabError(f"guard={guard!r}: give True, or a Guard of trimtab.adapters.trl")
+        self._guard = Guard() if guard is True else guard or None
+        self._monitor = opened(monitor or True, merge_ranks=True) if monitor or self._guard else None
         self._update: Update | None = None
         if self._used and "unsloth" in sys.modules:
             raise TrimtabError(
@@ -83,9 +90,18 @@ class TrainsObjective:
         """Whether anything differs from TRL's trainer."""
         return self._objective is not None or self._records
 
-    def _close_at_end(self) -> None:
+    def _add_callbacks(self) -> None:
         if self._monitor is not None:
             self.add_callback(CloseMonitor(self._monitor))
+            if self._guard is not None:
+                self._at_sign = ReturnAtSign(self, self._guard, self._monitor)
+                self.add_callback(self._at_sign)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]  # of the trainer beside this base
+        if self._at_sign is not None:
+            self._at_sign.see_loss(loss)
+        return loss
 
     def _summed(self, parts: Sequence[State]) -> State:
         """Returns the state of the update of which these are the micro-batches, over all processes."""

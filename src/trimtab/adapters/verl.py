@@ -7,7 +7,9 @@ verl imports this module through the entry point `verl.plugins` in every process
 
 verl before 0.9 has no such entry point: set VERL_USE_EXTERNAL_MODULES=trimtab.adapters.verl in every process.
 TRIMTAB_DUMP names a folder for the log-probs of both sides, which `trimtab diagnose` reads.
-TRIMTAB_MONITOR names a folder for `trimtab.Monitor`, whose scalars join the metrics.
+TRIMTAB_MONITOR names a folder for `trimtab.Monitor`, whose scalars join the metrics. With TRIMTAB_STOP_ON=ess,mismatch
+it stops the run at a sign of a collapse (`stop_on` of the monitor). The message is the last line of verl's error; with
+HYDRA_FULL_ERROR=1 it is the only one, and the exit status is 3.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from functools import partial
 from typing import Any
 
 from trimtab.adapters import verl_driver, verl_records
+from trimtab.adapters.monitoring import stop_on
 from trimtab.adapters.verl_loss import KEYWORDS, LOSS_PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError
+from trimtab.monitor.monitor import exit_when_stopped
 from trimtab.objectives import objectives
 from trimtab.objectives.presets import COMPOSED
 
@@ -51,6 +55,8 @@ def register() -> list[str]:
         watch = verl_records.Watch(folder)
         _replace(helper, "compute_rollout_correction_and_add_to_batch", watch.wrap_correction)
         watch.follow()  # Imports the trainers, which find the wrapped function.
+        if stop_on():
+            exit_when_stopped()  # Also in the process of the script, which sees the error of the driver.
     _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
     _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.wrap_variance_proxy)
     _replace(f"{PPO}.core_algos", "get_policy_loss_fn", partial(verl_driver.wrap_policy_loss_fn, named))

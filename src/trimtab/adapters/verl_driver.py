@@ -13,9 +13,11 @@ from torch import Tensor
 from trimtab.adapters.hooks import refuse_standard_deviation
 from trimtab.adapters.loss_settings import VERL_CORRECTION, chosen, refuse
 from trimtab.adapters.micro_batch import prefixed_metrics
+from trimtab.adapters.monitoring import STOP_ON, stop_on
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, SET, PolicyLoss, given_keywords
 from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.monitor.monitor import checked_signs
 from trimtab.objectives import Objective, mismatch
 from trimtab.objectives.presets import is_custom
 
@@ -97,7 +99,7 @@ def wrap_validate_config(
 
 
 def _check_readers(config: Any, rollout: Any, correction: Any) -> None:
-    """Raises `TrimtabError` where the dump or the monitor would not see both sides' log-probs."""
+    """Raises `TrimtabError` where the dump or the monitor would not see what it is for."""
     dumped = rollout.get("calculate_log_probs", False) and config.get("trainer", {}).get("rollout_data_dir", None)
     if os.environ.get(DUMP) and not dumped:
         raise TrimtabError(f"{DUMP} adds log-probs to the rollouts that verl writes: {SETTINGS}")
@@ -108,6 +110,8 @@ def _check_readers(config: Any, rollout: Any, correction: Any) -> None:
             "actor_rollout_ref.rollout.calculate_log_probs=True, and leave algorithm.rollout_correction at verl's "
             "default, without bypass_mode"
         )
+    if checked_signs(stop_on()) and not os.environ.get(MONITOR):
+        raise TrimtabError(f"{STOP_ON} needs {MONITOR}=FOLDER, whose monitor sees the signs")
 
 
 def _checked_objective(mode: str, named: Mapping[str, PolicyLoss], config: Any, correction: Any) -> Objective:

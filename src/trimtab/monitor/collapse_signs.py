@@ -57,9 +57,23 @@ def first_sign(steps: Sequence[Step], on: Collection[str]) -> Sign | None:
         watched = WATCHED.get(alarm.name)
         if watched is None or watched not in on or _since_the_start(alarm.name, steps):
             continue
-        healthy = steps[-1 - WINDOW].number if len(steps) > WINDOW else 0
-        return Sign(watched, alarm.name, alarm.detail, healthy)
+        return Sign(watched, alarm.name, alarm.detail, trusted_step(steps))
     return None
+
+
+def trusted_step(steps: Sequence[Step]) -> int:
+    """Returns the newest step that every rule has had the time to judge; 0 if there is none."""
+    return steps[-1 - WINDOW].number if len(steps) > WINDOW else 0
+
+
+def needed_snapshots(snapshots: Sequence[int], trusted: int, *others: int) -> set[int]:
+    """Returns the steps of those snapshots that a return may need.
+
+    These are the ones after the `trusted` step, which not every rule has had the time to judge, the last one before
+    them, and the last one before each of the `others`.
+    """
+    newest = {step for step in snapshots if step > trusted}
+    return newest | {max((step for step in snapshots if step <= at), default=0) for at in (trusted, *others)}
 
 
 def _since_the_start(name: str, steps: Sequence[Step]) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import json
 import operator
+import sys
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -15,8 +18,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_batch, check_tensor
-from trimtab.errors import Finding, Status, TrimtabWarning
+from trimtab.errors import Finding, GuardStop, Status, TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
+from trimtab.monitor.collapse_signs import WATCHED, first_sign
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
 from trimtab.monitor.response_sample import Sample
 from trimtab.objectives import Metrics
@@ -24,6 +28,8 @@ from trimtab.text import json_value
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "fail")
 """From the best to the worst; `monitor/verdict` is the index."""
+STOPPED = 3
+"""Exit status of a process that `stop_on` has stopped."""
 
 
 class Monitor:
@@ -41,6 +47,10 @@ class Monitor:
     process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
         `torch.distributed` is initialized.
     merge_ranks: False measures each rank alone, without a collective, where ranks do not call alike.
+    stop_on: what stops the training, of "reward", "ess", "length" and "mismatch": at the first sign of a collapse
+        `observe` raises `GuardStop`, and again whenever it is called. It says what was seen, and the newest step that
+        is not in doubt. A script that does not catch it prints this line and exits with status 3; a Ray worker passes
+        it on to its driver, which does so, too, if it has such a monitor, and has no handler of its own.
 
     Memory does not grow with the number of steps. An alarm is raised once, again when it gets worse, and when its
     reason comes back after 20 steps. A monitor that is still open when the process ends closes itself. A second trainer
@@ -57,9 +67,13 @@ class Monitor:
         sample_tokens: int = 200_000,
         process_group: dist.ProcessGroup | None = None,
         merge_ranks: bool = True,
+        stop_on: Collection[str] = (),
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
+        self._stop_on = checked_signs(stop_on)
+        if self._stop_on:
+            exit_when_stopped()
         self._group = process_group
         self._distributed = merge_ranks and dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(process_group) if self._distributed else 0
@@ -77,6 +91,7 @@ class Monitor:
         self._history = History()
         self._last_seen: dict[str, int] = {}  # name of an alarm -> number of the step, counted from 0
         self._raised: dict[str, Alarm] = {}
+        self._stopped = ""  # Why training stops.
 
     @torch.no_grad()
     def observe(
@@ -103,7 +118,7 @@ class Monitor:
         response_ids: (batch, time). grad_norm: that of the step before.
 
         Alarms are judged when a step is complete: at the first call of the next one. All ranks call it alike. Raises
-        `ValueError` for what is not a tensor or number, or of another shape, kind of number or device.
+        `ValueError` for what is not a tensor or number, or of another shape, kind or device, `GuardStop` for `stop_on`.
         """
         step = _whole("step", step)
         if step % self._every:
@@ -118,6 +133,8 @@ class Monitor:
         if self._history.count and step < self._history.newest[-1].number:
             self.close()
             self._begin_run()
+        if self._stopped:
+            raise GuardStop(self._stopped)
         if self._out is not None and not self._open:
             self._open = True
             atexit.register(self._close_at_exit)
@@ -142,6 +159,11 @@ class Monitor:
             versions = {"policy_version": version, "proximal_version": None if version is None else step}
             self._sample.add(mask, columns | single | versions)
         return dict(metrics)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The finished steps that the rules read: the first ones, the newest ones, and those of the best reward."""
+        return self._history.steps()
 
     @property
     def verdict(self) -> Finding:
@@ -211,12 +233,54 @@ class Monitor:
             row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
             with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(json_value(row)) + "\n")
+        if self._stop_on and not self._stopped:
+            self._stopped = self._reason_to_stop()
+
+    def _reason_to_stop(self) -> str:
+        """Returns the first sign of a collapse at the newest step as one line; empty without one."""
+        steps = self.steps
+        sign = first_sign(steps, self._stop_on)
+        if sign is None:
+            return ""
+        healthy = max(sign.healthy, steps[0].number)
+        files = "" if self._out is None else f", and look at {self._out}"
+        return (
+            f"step {steps[-1].number}: {sign.name}: {sign.text}; training stops: go on from a checkpoint of step "
+            f"{healthy} or before, the newest that is not in doubt, with a stricter correction or a lower learning "
+            f"rate{files}"
+        )
 
     def _metrics(self, metrics: Metrics) -> dict[str, float]:
         values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
         if self._history.count >= WINDOW:
             values["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
         return values
+
+
+def checked_signs(names: Collection[str]) -> tuple[str, ...]:
+    """Returns names of what can be watched. Raises `TrimtabError` for others."""
+    known = set(WATCHED.values())
+    for name in (names,) if isinstance(names, str) else names:
+        if name not in known:
+            raise TrimtabError(f"stop_on: {name!r} cannot be watched{did_you_mean(name, known)}")
+    return tuple(names)
+
+
+def exit_when_stopped() -> None:
+    """Makes a `GuardStop` that nothing catches end this process with its line, without a traceback, and status 3."""
+    before = sys.excepthook
+    if getattr(before, "exits_when_stopped", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if not isinstance(error, GuardStop):
+            before(kind, error, where)
+            return
+        traceback.print_exception(GuardStop, GuardStop(str(error)), None)
+        raise SystemExit(STOPPED)  # Where the hook raises it, Python ends as if the script had.
+
+    hook.exits_when_stopped = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def _new_folder(folder: Path) -> Path:

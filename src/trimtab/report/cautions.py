@@ -42,11 +42,11 @@ def cautions(groups: Sequence[Group]) -> list[str]:
         for run in group.runs:
             name = group.name if len(group.runs) == 1 else f"{group.name} seed {run.config.get('seed', run.path.name)}"
             planned = group.config.get("trainer.steps")
-            if isinstance(planned, int) and run.last["step"] < planned:
-                unfinished.append(f"{name} at step {run.last['step']} of {planned}")
+            if isinstance(planned, int) and run.steps < planned:
+                unfinished.append(f"{name} at step {run.steps} of {planned}")
             if run.held_out.after is None:
                 unmeasured.append(name)
-            worse += [f"{name}: {change.fault}" for change in learned(run) if change.fault]
+            worse += [f"{name}: {change.fault}" for change in learned(run.kept) if change.fault]
     if unfinished:
         sentences.append(
             f"Unfinished: {join_names(unfinished)}. Its numbers are those so far; means and bands end at its last step."

@@ -16,6 +16,7 @@ from trimtab.monitor.scalars import steps_of
 from trimtab.report.run_objective import known_objective
 from trimtab.runs.metric_catalog import K3, Metric, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run
+from trimtab.runs.returns import returns_of
 from trimtab.text import beside, number, short
 
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
@@ -148,7 +149,9 @@ class HealthVerdict:
 
 
 def health(run: Run) -> HealthVerdict:
-    """Returns the verdict on all steps a run has logged."""
+    """Returns the verdict on all steps a run has logged, without those that its guard discarded."""
+    done, returns = run.steps, list(_returns(run))
+    run = run.kept
     metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
     changes, broken = learned(run), _steps_without_numbers(run)
     worse = [Finding("fail", "learning", change.fault) for change in changes if change.fault]
@@ -156,7 +159,8 @@ def health(run: Run) -> HealthVerdict:
     trends = [] if worse or idle else list(_alarms(run))
     fallen = [item for item in trends if item.status == "fail"]
     found = [
-        *_end(run),
+        *_end(run, done),
+        *returns,
         *([Finding("fail", "numbers", "reward, k3 and gradient norm are not finite there")] if broken else []),
         *worse,
         *idle,
@@ -174,7 +178,7 @@ def health(run: Run) -> HealthVerdict:
         state = "not judged"
     else:
         state = "healthy, but" if "note" in statuses else "healthy"
-    done, planned = int(run.last["step"]), run.config.get("trainer", {}).get("steps")
+    planned = run.config.get("trainer", {}).get("steps")
     without = f", the last {'one' if broken == 1 else broken} without finite numbers" if broken else ""
     of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
     length = "1 step" if (done, of) == (1, "") else f"{done}{of} steps"
@@ -246,11 +250,14 @@ def as_data(verdict: HealthVerdict) -> dict[str, Any]:
     }
 
 
-def _end(run: Run) -> Iterator[Finding]:
-    """Yields how the last start of the run ended before its last step, or with an error, from provenance.json."""
+def _end(run: Run, done: int) -> Iterator[Finding]:
+    """Yields how the last start of the run ended before its last step, or with an error, from provenance.json.
+
+    done: number of steps that were not discarded.
+    """
     last = run.starts[-1] if run.starts else {}
     planned = run.config.get("trainer", {}).get("steps")
-    complete = isinstance(planned, int) and run.last["step"] >= planned
+    complete = isinstance(planned, int) and done >= planned
     if last.get("outcome") == "failed":
         # Up to the first clause: the page shows the whole message further down.
         error, _, _ = str(last.get("error") or "without a message").partition("; ")
@@ -260,6 +267,14 @@ def _end(run: Run) -> Iterator[Finding]:
             yield Finding("ok", "end", "it has not ended: it is still running, or was killed")
         elif last["outcome"] == "stopped":
             yield Finding("ok", "end", "it was stopped before its end")
+
+
+def _returns(run: Run) -> Iterator[Finding]:
+    """Yields how often the guard returned to an earlier policy, whose steps are not judged."""
+    if returns := returns_of(run.rows):
+        times = "once" if len(returns) == 1 else f"{len(returns)} times"
+        discarded = len(run.rows) - len(run.kept.rows)
+        yield Finding("note", "guard", f"it returned {times} to an earlier policy and discarded {discarded} steps")
 
 
 def _steps_without_numbers(run: Run) -> int:

@@ -28,6 +28,7 @@ from trimtab.pages.charts import (
 from trimtab.pages.page import Chart, Charts, Note, Section
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced
+from trimtab.runs.returns import discarded_spans, returns_of
 from trimtab.text import number
 
 QUANTILES = ["q01", "q05", "q50", "q95", "q99"]
@@ -90,7 +91,25 @@ def _chart(title: str, curves: Sequence[Curve], run: Run) -> Chart:
     else:
         notes = [Note(f"{row.what} Healthy: {row.healthy}.", row.curve or row.key) for row in rows]
     now = f"last {number(curves[0].values[-1])}" if len(curves) == 1 else ""
-    return Chart(title, draw(title, lambda axes: _paint(axes, curves, run), size=(WIDTH, 2.5), steps=True), notes, now)
+
+    def paint(axes: Axes) -> None:
+        _paint(axes, curves, run)
+        _mark_returns(axes, run)
+
+    legend = bool(returns_of(run.rows))
+    return Chart(title, draw(title, paint, size=(WIDTH, 2.5), legend=legend, steps=True), notes, now)
+
+
+def _mark_returns(axes: Axes, run: Run) -> None:
+    """Draws a line at the first step after each return, and shades the steps that were discarded."""
+    for first, last in discarded_spans(run.rows):
+        axes.axvspan(first - 0.5, last + 0.5, color=INK, alpha=0.1, linewidth=0, zorder=0)
+    returns = returns_of(run.rows)
+    starts = {one.start for one in returns}
+    where = f"step {starts.pop()}" if len(starts) == 1 else "earlier steps"
+    for index, one in enumerate(returns):
+        label = "_" if index else f"returned to {where}"
+        axes.axvline(one.step, color=INK, linewidth=0.8, linestyle=(0, (1, 1)), label=label)
 
 
 def _paint(axes: Axes, curves: Sequence[Curve], run: Run) -> None:

@@ -37,6 +37,7 @@ from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.provenance import duration
 from trimtab.runs.reader import Run, Sample, evenly_spaced, read_samples
+from trimtab.runs.returns import EVENT
 from trimtab.text import beside, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
@@ -78,6 +79,7 @@ def _page(run: Run) -> Page:
                     Card("What is minimized", code=equation_of(run.config, run.last)),
                 ],
             ),
+            Section("What the guard did", _events(run)),
             Section("Outside its healthy range", _outside_ranges(verdict)),
             *chart_sections(run),
             Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
@@ -93,6 +95,11 @@ def _page(run: Run) -> Page:
 def _start(part: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns a start of the run in names and values, without what is not known."""
     return [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
+
+
+def _events(run: Run) -> list[Part]:
+    rows = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
+    return [Table(("before step", "what"), rows, numeric=(0,))] if rows else []
 
 
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
@@ -130,7 +137,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "batch": f"{trainer.get('prompts', '?')} prompts × {trainer.get('samples', '?')} samples",
         "lr": optim.get("lr"),
         "seed": config.get("seed"),
-        "steps": f"{run.last['step']} of {trainer.get('steps', '?')}",
+        "steps": f"{run.steps} of {trainer.get('steps', '?')}",
         "started": run.starts[0].get("started") if run.starts else None,
     }
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
@@ -138,6 +145,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = []
+    _, seconds = run.series("time/step")  # Also those of discarded steps.
+    run = run.kept
     for task, accuracy in run.accuracy().items():
         ends = ["not measured" if value is None else f"{value:.3f}" for value in (accuracy.before, accuracy.after)]
         problems = run.series(f"eval/{task}/problems")[1][-1:]
@@ -158,7 +167,6 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         bound = number(run.config.get("optim", {}).get("grad_clip"))
         note = f"gradient norm {short(norms.min())} to {short(norms.max())}, optim.grad_clip {bound}"
         tiles.append(("Updates clipped", f"{clipped.mean():.0%}", note))
-    _, seconds = run.series("time/step")
     if len(seconds):
         note = f"median {np.median(seconds):.1f} s per step"
         tiles.append(("Time in steps", duration(float(seconds.sum())), note))

@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from trimtab.files import open_parquet, parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.provenance import read_starts
+from trimtab.runs.returns import kept_rows
 
 T = TypeVar("T")
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
@@ -47,6 +48,16 @@ class Run:
     @property
     def last(self) -> Mapping[str, Any]:
         return self.rows[-1]
+
+    @property
+    def kept(self) -> Run:
+        """The run without the steps that its guard discarded."""
+        return replace(self, rows=kept_rows(self.rows))
+
+    @property
+    def steps(self) -> int:
+        """Number of the last step, without the discarded ones: what counts for the number that the recipe asks for."""
+        return int(self.last["step"]) - (len(self.rows) - len(self.kept.rows))
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps and values, each (count,) float64, of the steps that logged a number under `key`."""

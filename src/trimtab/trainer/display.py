@@ -93,6 +93,9 @@ class RunDisplay:
         self.message("\n".join(f"  {line}" for line in equation.splitlines()))
 
     def phase(self, name: str, done: int, total: int) -> None:
+        if name == "collect":
+            self.total_steps = total  # A guard makes a run longer.
+            self._bar.update(self._task, total=total or None)
         self._bar.update(self._task, description=f"{name} {done}/{total}" if total else name)
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
@@ -139,7 +142,7 @@ class RunsDisplay:
         )
 
     def progress(self, name: str, step: int) -> None:
-        self._advance(name, step / self._steps[name])
+        self._advance(name, min(step / self._steps[name], 1.0))  # A run that discarded steps is longer.
 
     def finished(self, name: str, result: RunSummary) -> None:
         self._advance(name, 1.0)

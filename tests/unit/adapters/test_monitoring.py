@@ -24,7 +24,7 @@ from torch.testing import assert_close
 from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_records
 from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.micro_batch import evaluate
-from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.errors import GuardStop, TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps, objective
 
@@ -108,6 +108,27 @@ def test_the_figures_and_alarms_are_those_of_the_monitor(trainer: str, tmp_path:
     assert any("undelivered" in text if trainer == "areal" else "k3-jump" in text for text in alarms)
     assert all(row["alarms"] == [] for row in ours[: LOST + 1])
     assert (tmp_path / "ours" / "sample.jsonl").stat().st_size > 0
+
+
+@pytest.mark.parametrize("trainer", ["prime-rl", "skyrl", "nemo-rl", "slime", "slime-tis", "areal", "openrlhf"])
+def test_the_environment_says_what_stops_the_training(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_STOP_ON", "length, ess")
+
+    def train(steps: range) -> None:
+        for step in steps:
+            one = responses(step)
+            call(trainer, one, one["logp_train"].clone().requires_grad_(), True)
+            update()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(range(LOST + 5))
+        with pytest.raises(GuardStop, match=f"step {LOST + 4}: ess: "):
+            train(range(LOST + 5, LOST + 6))
+    monitoring._of_process.cache_clear()
+    monkeypatch.setenv("TRIMTAB_STOP_ON", "es")
+    with pytest.raises(TrimtabError, match="'es' cannot be watched"):
+        train(range(1))
 
 
 def own_loss(current: Tensor) -> Tensor:

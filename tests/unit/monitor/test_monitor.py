@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.support.noisy_batch import ROWS, batch
 
 import trimtab
 from trimtab.adapters.monitoring import opened
+from trimtab.errors import GuardStop, TrimtabError
 from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.response_sample import Sample
 
@@ -233,6 +235,63 @@ def test_a_second_trainer_begins_a_new_run(tmp_path: Path) -> None:
         assert len((tmp_path / "logs_3" / name).read_text().splitlines()) == count
 
 
+LOW = 8
+"""Step from which the effective sample size of `collapsing` is low."""
+
+
+def collapsing(step: int) -> dict[str, Any]:
+    return batch(step, drift=0.0 if step < LOW else 1.5)
+
+
+def test_a_sign_that_is_watched_stops_the_training_whatever_catches_it(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, on_alarm=lambda _: None, stop_on=["ess"])
+    for step in range(LOW + 3):
+        monitor.observe(**collapsing(step))
+    for step in (LOW + 3, LOW + 4):
+        with pytest.raises(GuardStop, match=f"step {LOW + 2}: ess: effective sample size .* of step 0 or before"):
+            monitor.observe(**collapsing(step))
+    monitor.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == list(range(LOW + 3))
+    assert (tmp_path / "sample.jsonl").exists()
+    assert monitor.observe(**batch(0)), "a new run begins anew"
+    monitor.close()
+    with pytest.raises(TrimtabError, match=r"'es' cannot be watched.*'ess'"):
+        Monitor(stop_on=["es"])
+
+
+def test_it_names_the_newest_step_that_is_not_in_doubt() -> None:
+    monitor = Monitor(on_alarm=lambda _: None, stop_on=["length", "ess"])
+    for step in range(100, 133):
+        monitor.observe(**batch(step, drift=0.0 if step < 130 else 1.5))
+    with pytest.raises(GuardStop, match=r"step 132: ess: .* of step 112 or before"):
+        monitor.observe(**batch(133))
+    watches_another = Monitor(on_alarm=lambda _: None, stop_on=["length"])
+    for step in range(20):
+        watches_another.observe(**collapsing(step))
+
+
+STOPPED = """
+import sys
+from trimtab.monitor import Monitor
+from tests.unit.monitor.test_monitor import collapsing
+monitor = Monitor(sys.argv[1], on_alarm=lambda _: None, stop_on=["ess"])
+for step in range(20):
+    monitor.observe(**collapsing(step))
+"""
+
+
+def test_a_script_that_is_stopped_exits_with_status_3_and_one_line(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root / "src", root)))}
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 3, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"trimtab.errors.GuardStop: step {LOW + 2}: ess: ")
+    assert line.endswith(f"look at {tmp_path}")
+    assert (tmp_path / "sample.jsonl").exists(), "the monitor was closed"
+
+
 def ranks(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     monitor = Monitor(f"{folder}/logs")
@@ -244,6 +303,13 @@ def ranks(rank: int, folder: str) -> None:
     if rank == 1:  # The other rank does not call.
         alone = opened(f"{folder}/own", merge_ranks=False).observe(**batch(0))
         assert alone == Monitor(merge_ranks=False).observe(**batch(0))
+    stopped, step = Monitor(on_alarm=lambda _: None, stop_on=["ess"]), 0
+    try:
+        for step in range(20):
+            one = collapsing(step)
+            stopped.observe(**{k: v[part] if isinstance(v, torch.Tensor) else v for k, v in one.items()})
+    except GuardStop as error:
+        Path(f"{folder}/stop-{rank}.txt").write_text(f"{step} {error}")
     Path(f"{folder}/rank-{rank}.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
@@ -269,3 +335,6 @@ def test_two_ranks_have_the_figures_of_the_whole_batch(two_ranks: Path) -> None:
     assert rows == [20, 2 * ROWS - 20]
     assert [path.name for path in (two_ranks / "own").iterdir()] == ["rank_1"]
     assert "sample.jsonl" in {path.name for path in (two_ranks / "own" / "rank_1").iterdir()}  # Written at the end.
+    one, other = ((two_ranks / f"stop-{rank}.txt").read_text() for rank in range(2))
+    assert one == other
+    assert one.startswith(f"{LOW + 3} step {LOW + 2}: ess: ")

@@ -58,6 +58,24 @@ FELL = "the gradient norm fell from 0.07 to 0.02, medians of 20 steps each"
 EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward 0"
 
 
+def test_steps_that_a_guard_discarded_are_not_judged() -> None:
+    fallen = run(
+        steps=110,
+        planned=80,
+        reward__mean=[0.5] * 50 + [0.0] * 30 + [0.5] * 30,
+        mismatch__k3=[1e-3] * 50 + [5.0] * 30 + [1e-3] * 30,
+    )
+    assert health(fallen).state == "not healthy"
+    fallen.rows[80] |= {"guard/continues_from": 50, "guard/returns": 1}
+    text = "it returned once to an earlier policy and discarded 30 steps."
+    assert health(fallen).text == f"{SAME}{BUT}{text}"
+    fallen.rows[90] |= {"guard/continues_from": 50, "guard/returns": 2}
+    assert (
+        "over 70 of 80 steps, but it returned 2 times to an earlier policy and discarded 40 steps"
+        in health(fallen).text
+    )
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [

@@ -43,6 +43,22 @@ def test_what_happens_at_a_step_is_drawn_there() -> None:
     assert np.asarray(line.get_ydata())[200] == 1e-13
 
 
+def test_returns_are_marked_without_changing_the_axis() -> None:
+    axes = Figure().add_subplot()
+    run_charts._draw_curves(axes, [_curve([0.2] * 40)])
+    limits = axes.get_ylim()
+    starts = {21: 10, 26: 10, 36: 28}
+    rows = [
+        {"step": step} | ({"guard/continues_from": starts[step]} if step in starts else {}) for step in range(1, 41)
+    ]
+    run_charts._mark_returns(axes, Run(Path("run"), {}, rows))
+    assert axes.get_ylim() == limits
+    spans = [patch.get_extents().transformed(axes.transData.inverted()).intervalx for patch in axes.patches]
+    assert [list(span) for span in spans] == [pytest.approx([10.5, 25.5]), pytest.approx([28.5, 35.5])]
+    assert [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:]] == [21, 26, 36]
+    assert axes.get_legend_handles_labels()[1] == ["a", "returned to earlier steps"]
+
+
 def test_a_curve_lying_on_zero_is_seen() -> None:
     axes = Figure().add_subplot()
     run_charts._draw_curves(axes, [_curve([0.0, 0.0, 0.0], log=True, high=0.2)])

@@ -128,6 +128,18 @@ def test_the_mismatch_is_that_of_the_steps_that_measured_one(make_run: Callable[
     assert "No step with a trajectory file measured the mismatch." in read(write_report(read_run(run))).text
 
 
+def test_what_the_guard_did_is_listed_and_drawn(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=6, every=6, keys=["step", "reward/mean", "mismatch/k3"])
+    mark = {"guard/returns": 1, "guard/continues_from": 2, "guard/event": "step 4: ess: <b>low</b>; returned"}
+    relog(run, lambda row: row | (mark if row["step"] == 5 else {}))
+    page = read(write_report(read_run(run)))
+    assert "What the guard did" in page.text
+    assert "step 4: ess: <b>low</b>; returned" in page.text
+    assert "it returned once to an earlier policy and discarded 2 steps" in page.text
+    assert page.source.count("returned to step 2") == 2, "in the chart of each metric"
+    assert set(page.tags) <= ALLOWED
+
+
 def test_long_texts_are_cut_and_marked(make_run: Callable[..., Path], tmp_path: Path) -> None:
     page = read(write_report(read_run(make_run(tmp_path / "run", steps=1, every=1, text="y" * 2_500, keys=["step"]))))
     assert "y" * 2_000 + " … (500 more characters)" in page.text

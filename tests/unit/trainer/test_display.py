@@ -46,6 +46,19 @@ def played(*, terminal: bool, words: str = "loss = [A] of\n  r") -> str:
     return file.getvalue()
 
 
+def test_a_run_that_discards_steps_is_longer() -> None:
+    file = io.StringIO()
+    with progress_bar(PlainTextConsole(file=file, force_terminal=False, width=100)) as bar:
+        display = RunDisplay(bar)
+        display.started(load_config({}), "", 10, Path("runs/x"))
+        display.phase("collect", 2, 17)
+        display.phase("update", 1, 4)
+        display.step(STEP)
+        assert bar.tasks[0].total == 17
+    assert "step 3/17 " in file.getvalue()
+    assert "eta 28 s" in file.getvalue(), "of 14 steps of two seconds"
+
+
 def test_a_run_is_one_line_per_event() -> None:
     lines = played(terminal=False).splitlines()
     assert lines[0] == "run        runs/x"

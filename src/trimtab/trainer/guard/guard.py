@@ -20,13 +20,13 @@ from trimtab.errors import DivergedError
 from trimtab.monitor.alarms import EXACT, SHIFT_STEPS, WINDOW
 from trimtab.monitor.collapse_signs import Sign
 from trimtab.runs.layout import checkpoint_folder, checkpoint_step
+from trimtab.runs.returns import CONTINUES_FROM, EVENT, RETURNS
 from trimtab.text import short
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
-from trimtab.trainer.guard.history import CONTINUES_FROM, KeptSteps
+from trimtab.trainer.guard.history import KeptSteps
 from trimtab.trainer.ranks import current_ranks
 
-EVENT, RETURNS = "guard/event", "guard/returns"
 LOST = "undelivered"
 """Name of the rule that sees that the sampler does not have its newest weights."""
 

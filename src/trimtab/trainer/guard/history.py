@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trimtab.monitor.alarms import COLLAPSED_SHARE, WINDOW, History, Step
-from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign
+from trimtab.monitor.alarms import COLLAPSED_SHARE, History, Step
+from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign, needed_snapshots, trusted_step
 from trimtab.monitor.scalars import steps_of
+from trimtab.runs.returns import CONTINUES_FROM
 
-CONTINUES_FROM = "guard/continues_from"
-"""Metric of the first step after a return: the step whose policy it went on from. Steps between are discarded."""
 K3 = "mismatch/k3"
 
 
@@ -93,7 +92,6 @@ class KeptSteps:
         These are the newest ones, which not every rule has had the time to judge, the last one before them, and the
         last one before the best evaluation.
         """
-        trusted = self._steps[-1 - WINDOW].number if len(self._steps) > WINDOW else 0
+        trusted = trusted_step(self._steps)
         best = max(self._evaluations, key=lambda one: one.accuracy).step if self._evaluations else trusted
-        needed = {step for step in snapshots if step > trusted}
-        return needed | {max((step for step in snapshots if step <= at), default=0) for at in (trusted, best)}
+        return needed_snapshots(snapshots, trusted, best)
