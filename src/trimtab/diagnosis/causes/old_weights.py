@@ -98,7 +98,7 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
         if is_clear and rms_of(tokens.shift[old]) > LEAST_RMS:
             times = "over 100" if growth > 100 else f"{growth:.2f}"
             evidence = (
-                f"logits of tokens older than {ages[0]} updates moved {times} times as far as at age {ages[0]} "
+                f"logits of tokens older than {ages[0]} updates differ {times} times as much as at age {ages[0]} "
                 f"(z = {growth_z:.1f}; {int(old.sum())} and {int(young.sum())} tokens){also}"
             )
             fresh, sure = tokens.select(age == 0), confidence(growth_z, GROWTH_Z)
