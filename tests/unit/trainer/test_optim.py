@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from trimtab.trainer.config import OptimConfig
-from trimtab.trainer.optim import build_optimizer, learning_rate
+from trimtab.trainer.optim import NonFiniteUpdateError, build_optimizer, check_weights, learning_rate
+from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.seeds import derive
 
 
@@ -30,6 +33,18 @@ def test_one_adamw_step_by_hand() -> None:
     # The first Adam step is lr * sign(grad); decoupled decay takes lr * wd * w.
     assert weight.item() == pytest.approx(1.0 - 0.1 * 0.5 - 0.1, abs=1e-6)
     assert len(optimizer.param_groups[0]["params"]) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_and_large_ones_are_not(bad: float) -> None:
+    weights = [torch.nn.Parameter(torch.full((3,), 3e38)), torch.nn.Parameter(torch.ones(2))]
+    check_weights(weights, current_ranks())  # their squares are infinite in float32
+    weights[1].data[1] = bad
+    with pytest.raises(NonFiniteUpdateError):
+        check_weights(weights, current_ranks())
+    weights[0].data.zero_()
+    with pytest.raises(NonFiniteUpdateError):
+        check_weights(weights, current_ranks())
 
 
 def test_seeds_differ_by_purpose_and_counter_and_repeat() -> None:

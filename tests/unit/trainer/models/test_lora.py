@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import peft
+import pytest
 import torch
 
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.models.lora import add_lora, named_weights
+from trimtab.trainer.models.matmul import use_fast_linear
 
 
 def test_without_adapters_the_names_are_the_models_own() -> None:
@@ -43,3 +45,25 @@ def test_merging_on_the_fly_leaves_the_base_untouched() -> None:
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     list(named_weights(model))
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_inputs_that_are_not_widened_give_the_bits_of_those_that_are(dtype: torch.dtype, autocast: bool) -> None:
+    torch.manual_seed(1)
+    model = add_lora(build(0)[0].to(dtype), rank=4, alpha=6, targets="all-linear")  # pyright: ignore[reportArgumentType]
+    use_fast_linear(model)
+    layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    for layer in layers:
+        torch.nn.init.normal_(layer.lora_B["default"].weight)  # pyright: ignore[reportArgumentType]
+    results = []
+    for widen in (layers[0].cast_input_dtype_enabled, True):
+        for layer in layers:
+            layer.cast_input_dtype_enabled = widen
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=torch.tensor([[3, 5, 2, 7]])).logits
+        logits.float().square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert layers[0].lora_A["default"].weight.dtype == torch.float32
+    assert all(torch.equal(ours, peft_own) for ours, peft_own in zip(*results, strict=True))
