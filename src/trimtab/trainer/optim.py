@@ -83,11 +83,6 @@ def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) ->
         raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of the policy; those of other modules are constant."""
-    optimizer.param_groups[0]["lr"] = lr
-
-
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
     """Inside, a GPU adds the gradients of repeated rows in a fixed order, so that a run can be repeated bit for bit.
