@@ -271,8 +271,12 @@ def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict
     print(f"{'trimtab':<36} {statistics.median(trimtab):7.2f} s a step, peak memory {memory[1]:.1f} GB")
     for key in sorted(key for key in results[0][1] if key.startswith("time/") and key != "time/step"):
         print(f"  {key:<34} {statistics.median(step[key] for _, step in results):7.2f} s")
-    rate, floor = products_alone(model, variant["prompts"] * SAMPLES * tokens)
-    print(f"  products of the update alone: {floor:.1f} s at {rate:.0f} GFLOP/s (feed-forward's shape)")
+    rate, update = products_alone(model, variant["prompts"] * SAMPLES * tokens)
+    floor = update * 8 / 6  # and those of sampling, which are the forward's
+    print(f"  products of the update alone: {update:.1f} s at {rate:.0f} GFLOP/s (feed-forward's shape)")
+    shares = sorted(seconds / floor for seconds in trimtab)
+    middle = statistics.median(shares)
+    print(f"  step / floor: {middle:.2f} ({shares[0]:.2f} .. {shares[-1]:.2f}), of {floor:.1f} s of products")
     speed = statistics.median(trl) / statistics.median(trimtab)
     print(f"speed {speed:.2f}x TRL (range {ratios[0]:.2f} .. {ratios[-1]:.2f} over {rounds} rounds; target >= 3)")
     print(f"{theirs.facts['threads']} and {ours.facts['threads']} threads")

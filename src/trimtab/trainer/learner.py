@@ -29,7 +29,6 @@ from trimtab.trainer.optim import (
     clip_gradient,
     learning_rate,
     repeatable,
-    set_learning_rate,
 )
 from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup, current_ranks
@@ -238,7 +237,7 @@ class Learner:
         for feature in self.features:
             feature.end_backward()
         stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates) * self.lr_factor
-        set_learning_rate(self.optimizer, stats.lr)
+        self.optimizer.param_groups[0]["lr"] = stats.lr  # the policy's: those of other modules are constant
         loss = self.ranks.all_reduce_sum(float(loss_sum))
         norm = clip_gradient(policy, self.config.optim.grad_clip, self.ranks)
         others_are_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)

@@ -23,7 +23,7 @@ from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, de
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.trainer.observer import NullObserver, Observer
-from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable, set_learning_rate
+from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable
 from trimtab.trainer.packing import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.rollout.demonstrations import encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
@@ -96,7 +96,7 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
     stream = PromptStream(task, loaded.tokenizer, config.seed if sft.seed is None else sft.seed)
     metrics: dict[str, Any] = {}
     for step in range(sft.steps):
-        set_learning_rate(optimizer, learning_rate(optim, step, sft.steps))
+        optimizer.param_groups[0]["lr"] = learning_rate(optim, step, sft.steps)
         micros = list(_gold_batch(config, loaded, stream))
         tokens = sum(int(micro.mask.sum()) for micro in micros)
         loss = probability = 0.0

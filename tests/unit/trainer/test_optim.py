@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from trimtab.trainer.config import OptimConfig
-from trimtab.trainer.optim import build_optimizer, learning_rate
+from trimtab.trainer.optim import NonFiniteUpdateError, build_optimizer, check_weights, learning_rate
+from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.seeds import derive
 
 
@@ -30,6 +31,15 @@ def test_one_adamw_step_by_hand() -> None:
     # The first Adam step is lr * sign(grad); decoupled decay takes lr * wd * w.
     assert weight.item() == pytest.approx(1.0 - 0.1 * 0.5 - 0.1, abs=1e-6)
     assert len(optimizer.param_groups[0]["params"]) == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_and_large_ones_are_not(bad: float) -> None:
+    weights = [torch.nn.Parameter(torch.full((3,), 3e38))]
+    check_weights(weights, current_ranks())  # their squares are infinite in float32
+    weights[0].data[1] = bad
+    with pytest.raises(NonFiniteUpdateError):
+        check_weights(weights, current_ranks())
 
 
 def test_seeds_differ_by_purpose_and_counter_and_repeat() -> None:

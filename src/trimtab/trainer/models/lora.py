@@ -30,6 +30,10 @@ def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence
         wrapped = peft.get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise TrimtabError(f"model.lora.targets = {targets!r}: {str(error).splitlines()[0]}") from None
+    if next(model.parameters()).dtype == torch.float32:  # that of the adapters
+        for layer in wrapped.modules():
+            if isinstance(layer, peft.tuners.lora.LoraLayer):
+                layer.cast_input_dtype_enabled = False  # it only widens what autocast has rounded, and rounds it again
     return wrapped.get_base_model()
 
 

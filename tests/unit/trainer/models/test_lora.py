@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import peft
+import pytest
 import torch
 
 from trimtab.trainer.models.laboratory import build
@@ -43,3 +44,18 @@ def test_merging_on_the_fly_leaves_the_base_untouched() -> None:
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     list(named_weights(model))
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_have_the_bits_of_those_that_peft_widens(dtype: torch.dtype) -> None:
+    model = add_lora(build(0)[0].to(dtype), rank=4, alpha=6, targets="all-linear")  # pyright: ignore[reportArgumentType]
+    layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    trained, results = [weight for weight in model.parameters() if weight.requires_grad], []
+    for widened in (layers[0].cast_input_dtype_enabled, True):
+        for layer in layers:
+            layer.cast_input_dtype_enabled = widened
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            logits = model(input_ids=torch.tensor([[3, 5, 2, 7]])).logits
+        results.append(torch.autograd.grad(logits.float().square().sum(), trained))
+    assert all(torch.equal(ours, peft_own) for ours, peft_own in zip(*results, strict=True))
+    assert any(bool(gradient.any()) for gradient in results[0])
