@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -91,28 +88,6 @@ Tested = Annotated[
         help="Whether the test of a candidate found it, as model-config=no; repeat it for several.",
     ),
 ]
-WatchFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--watch",
-        metavar="DIR",
-        help="Stay beside a running training: a line for each new step in DIR, an ALARM line and DIR/ALARM.json where "
-        "a bound is crossed, until Ctrl-C.",
-    ),
-]
-Bounds = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--bound",
-        metavar="NAME[=VALUE]",
-        help="With --watch: when to raise an alarm, as k3=0.02; k3, ratio_q99 (at most), ess_token, ess_seq, pearson, "
-        "ratio_q01 (at least). Without a value: the healthy range; `NAME=` drops one. Default: k3 and ess_token.",
-    ),
-]
-Every = Annotated[
-    float,
-    typer.Option("--every", metavar="SECONDS", min=0.01, help="With --watch: seconds between two reads of the folder."),
-]
 Scalars = Annotated[
     Path | None,
     typer.Option(
@@ -128,8 +103,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "diagnose",
         epilog="Example: [bold]trimtab diagnose runs/mine --out mine.html[/bold]. The exit code is 0 "
-        "whatever is found, 2 when the files cannot be used; programs read --json. With --watch, which Ctrl-C ends, it "
-        "is 1 after an alarm and 0 without one.",
+        "whatever is found, 2 when the files cannot be used; programs read --json.",
     )(diagnose)
 
 
@@ -146,34 +120,17 @@ def diagnose(
     sampler: Sampler = "",
     lag: Lag = None,
     tested: Tested = None,
-    watch: WatchFolder = None,
-    bound: Bounds = None,
-    every: Every = 2.0,
     scalars: Scalars = None,
 ) -> None:
     """Compare trainer and sampler: how large the mismatch is, where it sits, what causes it, what to do."""
     says = sampler or tested or lag is not None
     if scalars is not None:
-        if any((files, framework, columns, tokenizer, out, against, markdown, redact, watch, bound, says)):
+        if any((files, framework, columns, tokenizer, out, against, markdown, redact, says)):
             raise TrimtabError("--scalars PATH takes no FILE and no other option than --json: leave them out")
         return _scalars(scalars, as_json=as_json)
     names = parse_columns(columns or [])
-    if watch is not None:
-        others = {"FILE": files, "--out": out, "--tokenizer": tokenizer, "--against": against, "--markdown": markdown}
-        others |= {"--redact": redact, "--sampler": sampler, "--tested": tested, "--lag": lag is not None}
-        if given := [name for name, value in others.items() if value]:
-            raise TrimtabError(
-                f"--watch DIR reads that folder, writes no page and looks for no cause: leave out {', '.join(given)}"
-            )
-        if os.path.lexists(watch) and not watch.is_dir():
-            raise TrimtabError(f"--watch {watch} is not a folder: name the folder of the data")
-        raise typer.Exit(_watch(watch, framework, names, bound or [], every, as_json=as_json))
     if not files:
-        raise TrimtabError(
-            "no FILE given: name trajectory files, the directory of a run, --watch DIR or --scalars PATH"
-        )
-    if bound:
-        raise TrimtabError("--bound is only valid with --watch: add --watch DIR, or leave --bound out")
+        raise TrimtabError("no FILE given: name trajectory files, the directory of a run, or --scalars PATH")
     if redact and tokenizer is not None:
         raise TrimtabError("--redact shows no texts of tokens: leave out --tokenizer")
     if markdown and as_json:
@@ -235,40 +192,6 @@ def _answer(
         echo(markdown(diagnosis, comparison, command))
     else:
         echo(terminal_text(diagnosis, shown, terminal_width(), comparison))
-
-
-def _watch(
-    folder: Path, framework: str | None, columns: dict[str, str], bounds: Sequence[str], every: float, *, as_json: bool
-) -> int:
-    """Prints a line for each new step until Ctrl-C or SIGTERM; returns 1 after an alarm, else 0."""
-    from trimtab.diagnosis.watch import StepReport, Watch, event_lines, last_line, opening_line, parse_bounds
-
-    watched = Watch(folder, parse_bounds(bounds), framework, columns)
-    stop = threading.Event()
-    # Handlers only set the event, so that a report or a file is never cut in the middle.
-    saved = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def show(event: StepReport | str) -> None:
-        if as_json and not isinstance(event, str):
-            print_json(event.as_dict(), indent=None)
-        else:
-            for line in event_lines(event):
-                echo(line, err=as_json)
-        sys.stdout.flush()
-
-    try:
-        echo(opening_line(watched, every), err=as_json)
-        sys.stdout.flush()
-        while True:
-            for event in watched.poll():
-                show(event)
-            if stop.wait(every):
-                break
-        echo(last_line(watched), err=as_json)
-    finally:
-        for number, handler in saved.items():
-            signal.signal(number, handler)
-    return 1 if watched.alarms else 0
 
 
 def parse_columns(given: Sequence[str]) -> dict[str, str]:

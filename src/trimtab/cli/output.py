@@ -105,9 +105,9 @@ def only_json(as_json: bool) -> Iterator[None]:
         os.close(saved_stdout)
 
 
-def print_json(value: Mapping[str, Any], *, indent: int | None = 2) -> None:
+def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
-    text = json.dumps(json_value(value), indent=indent, ensure_ascii=False)
+    text = json.dumps(json_value(value), indent=2, ensure_ascii=False)
     typer.echo(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))  # only strings hold any: an equal value
 
 

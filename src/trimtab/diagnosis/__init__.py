@@ -9,7 +9,7 @@
   answer      the result and its sentences;  figures  its numbers as text
   hotspots    where the mismatch is;  known_faults  faults of engines and trainers that were reported in public
   output/     the answer as text, JSON and an HTML page
-  against     two diagnoses compared;  watch  a folder beside a running training;  redaction  for `--redact`
+  against     two diagnoses compared;  redaction  for `--redact`
 
 Tables: layouts.toml (frameworks), findings.toml (odd data), causes.toml, candidates.toml, known_faults.toml, rules.toml
 (advice), and texts.toml (figures and charts).

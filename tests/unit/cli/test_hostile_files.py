@@ -68,7 +68,6 @@ def run_folder(path: Path, **files: str | None) -> None:
         ("diagnose pipe.jsonl", "cannot read pipe.jsonl: it is not a regular file"),
         ("diagnose pipe.parquet", "cannot read pipe.parquet: it is not a regular file"),
         ("diagnose loop", "cannot read loop: Too many levels of symbolic links"),
-        ("diagnose --watch loop", "--watch loop is not a folder"),
         ("show pipe.toml", "cannot read recipe pipe.toml: it is not a regular file"),
         ("show link.toml", "cannot read recipe link.toml: Too many levels of symbolic links"),
         ("show loop/x.toml", "cannot read recipe loop/x.toml: Too many levels of symbolic links"),

@@ -16,7 +16,7 @@ from trimtab.errors import Finding
 EXTERNAL_TRACE, NOT_FINITE = "external trace (off_policy)", "no finite log-prob at any trained token"
 OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
-UNEQUAL, UNFINISHED = "lists of different lengths", "unfinished last line"
+UNEQUAL = "lists of different lengths"
 """Reasons to drop a response."""
 _ENOUGH = 100  # trained tokens from which on log-probs without a single fraction are rounded
 ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")

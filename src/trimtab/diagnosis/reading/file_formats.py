@@ -28,8 +28,6 @@ _FOLDERS = tuple(layout.folder for layout in LAYOUTS.values() if layout.folder)
 """Folders in which runs store their tokens."""
 _DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 """What `save_to_disk` of the library datasets writes beside its arrow files."""
-ALARM_FILE = "ALARM.json"
-"""The file that `trimtab diagnose --watch` writes into the folder of the data."""
 _NEMO_RL = "train_data_step"
 """How the files of NeMo-RL's training data begin."""
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
@@ -56,12 +54,7 @@ def _of_folder(folder: Path) -> list[Path]:
     known = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
     if not known and (folder / METRICS).is_file() and (folder / CONFIG).is_file():
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
-    items = [
-        item
-        for root in known or [folder]
-        for item in root.rglob("*")
-        if not item.name.startswith((".", "_", ALARM_FILE))
-    ]
+    items = [item for root in known or [folder] for item in root.rglob("*") if not item.name.startswith((".", "_"))]
     # NeMo-RL writes them beside tables of its evaluations, open-instruct beside rollouts without the trainer's side.
     items = [item for item in items if item.name.startswith(_NEMO_RL) or PACKED.search(item.name)] or items
     if any(_suffix(item) in _ARROW for item in items):

@@ -20,7 +20,7 @@ import numpy as np
 
 from trimtab.diagnosis.reading.batches import Batch, to_batch
 from trimtab.diagnosis.reading.cells import as_list, csv_cell, names_inside, plain, value_of
-from trimtab.diagnosis.reading.counts import UNEQUAL, UNFINISHED, ReadCounts
+from trimtab.diagnosis.reading.counts import UNEQUAL, ReadCounts
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_ARRAY_BYTES, MAX_RESPONSE, MAX_ROW_BYTES, RAISE_LIMITS, limit, opened, too_long
 
@@ -95,7 +95,7 @@ def json_lines(path: Path, tally: ReadCounts) -> Rows:
             except UnicodeDecodeError:
                 tally.drop("not UTF-8", row=number)
             except (ValueError, RecursionError):
-                tally.drop("not JSON" if line.endswith(b"\n") else UNFINISHED, row=number)
+                tally.drop("not JSON" if line.endswith(b"\n") else "unfinished last line", row=number)
             else:
                 yield from _object(number, row, tally)
 

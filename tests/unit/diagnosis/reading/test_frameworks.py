@@ -22,7 +22,6 @@ from trimtab.diagnosis.pipeline import diagnose
 from trimtab.diagnosis.reading import open_log
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.diagnosis.watch import Watch, parse_bounds
 from trimtab.errors import TrimtabError
 
 DATA = Path(__file__).parent / "data"
@@ -552,10 +551,3 @@ def test_one_side_is_refused(tmp_path: Path) -> None:
 
     message = refusal([changed_open_instruct(tmp_path / WHOLE.name, older)])
     assert "no logp_behavior, the sampler's log-probs (open-instruct calls it vllm_logprobs)" in message
-
-
-def test_a_step_of_several_ranks_is_watched_as_one(run: Path) -> None:
-    watch = Watch(run, parse_bounds([]))
-    (report,) = [report for _ in range(3) for report in watch.poll()]
-    assert not isinstance(report, str), report
-    assert (report.step, report.figures["sequences"], report.figures["tokens"]) == ("3", 4, 10)
