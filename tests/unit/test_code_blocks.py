@@ -95,7 +95,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
 
         def compare(*arguments: Any, **keywords: Any) -> SimpleNamespace:
             signature.bind(*arguments, **keywords)
-            return SimpleNamespace(markdown=str)
+            return SimpleNamespace(as_dict=lambda: {"average": []})
 
         monkeypatch.setattr(evaluation, "compare", compare)
         return {}

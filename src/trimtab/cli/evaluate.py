@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,15 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import AllowCode, Command, Json, echo, print_json, unwritable
+from trimtab.cli.output import AllowCode, Command, Json, print_json
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
 from trimtab.runs.layout import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
-    from trimtab.trainer.evaluation import ModelSpec, Results, TaskSpec
+    from trimtab.trainer.evaluation import ModelSpec, TaskSpec
 
-STANDARD_OUTPUT = "-"
 CHECKPOINT = re.compile(r"step-\d{6,}")
 
 Models = Annotated[
@@ -56,9 +54,6 @@ Limit = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
 ]
-Markdown = Annotated[
-    str | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown; - prints them.")
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -83,17 +78,15 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     dtype: Dtype = None,
     which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
-    markdown: Markdown = None,
     trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     if trusted:
         allow_code()
-    from trimtab.trainer.display import progress
+    from trimtab.trainer.display import PlainTextConsole, progress
     from trimtab.trainer.evaluation import Settings, compare
 
-    _check_files(markdown, as_json)
     choices = [source(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
@@ -123,35 +116,14 @@ def evaluate(
             progress=on_problems,
             notes=notes_on_tools(choices, task_choices),
         )
-    _show(results, markdown, as_json)
-
-
-def _check_files(markdown: str | None, as_json: bool) -> None:
-    """Raises `TrimtabError` where what is to be written cannot be, before a long evaluation."""
-    if as_json and markdown == STANDARD_OUTPUT:
-        raise TrimtabError("--json and --markdown - both write to standard output: give --markdown a file")
-    if markdown is not None and markdown != STANDARD_OUTPUT and (problem := unwritable(Path(markdown))):
-        raise TrimtabError(f"cannot write {markdown}: {problem}; give --markdown another file")
-
-
-def _show(results: Results, markdown: str | None, as_json: bool) -> None:
-    """Print the results, then write the Markdown file, so that a failure to write does not hide the results."""
     if as_json:
         print_json(results.as_dict())
-    elif markdown == STANDARD_OUTPUT:
-        echo(results.markdown(), nl=False)
-    else:
-        from trimtab.trainer.display import PlainTextConsole
-
-        console = PlainTextConsole()
-        if not console.is_terminal:
-            console = PlainTextConsole(width=10_000)  # no wrapping in a file or a pipe
-        for item in (*(table.table() for table in results.tables()), *results.remarks()):
-            console.print(item)
-    if markdown is not None and markdown != STANDARD_OUTPUT:
-        from trimtab.runs.atomic import write_text
-
-        write_text(Path(os.path.realpath(markdown)), results.markdown())
+        return
+    console = PlainTextConsole()
+    if not console.is_terminal:
+        console = PlainTextConsole(width=10_000)  # no wrapping in a file or a pipe
+    for item in (*(table.table() for table in results.tables()), *results.remarks()):
+        console.print(item)
 
 
 @dataclass(frozen=True)

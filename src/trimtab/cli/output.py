@@ -123,15 +123,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def unwritable(path: Path) -> str:
-    """Returns why a file cannot be written; empty if it can."""
-    if path.exists() and not path.is_file():
-        return "it is a folder" if path.is_dir() else "it is not a plain file (- prints)"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "it is not allowed"
-
-
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:
     """Returns the run directory: `--out`, the recipe itself if it is one, its `out`, or `runs/<recipe>`."""
     if out is not None:

@@ -127,7 +127,6 @@ def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["laboratory", "--task", "sort", "--json", "--markdown", "-"], "both write to standard output"),
         (["laboratory", "laboratory", "--task", "sort"], "'laboratory' is given twice"),
         (["laboratory", "--task", "sort", "--task", "sort"], "'sort' is given twice"),
         (["laboratory", "--task", "sort", "--samples", "4", "--temperature", "0"], "samples = 4 at temperature 0"),
@@ -136,8 +135,6 @@ def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> No
         (["laboratory", "--task", "sort", "--temperature", "inf"], "temperature = inf: it must be a number"),
         (["laboratory", "--task", "file:pth=x.jsonl"], "unknown option 'pth' (did you mean 'path'"),
         (["laboratory", "--task", "file:path=."], ". is a folder; give a file in it"),
-        (["laboratory", "--task", "sort", "--markdown", "nowhere/x.md"], "there is no folder nowhere"),
-        (["laboratory", "--task", "sort", "--markdown", "."], "cannot write .: it is a folder"),
         (["laboratory", "--task", "file:path=few.jsonl,style=plain,holdout=0"], "'few' has no problems to evaluate on"),
     ],
 )

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.intervals import Interval, macro_average
-from trimtab.text import markdown_text
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation.eval_results import EvalResult
 
@@ -24,12 +23,6 @@ class TextTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     labels: int = 1
-
-    def markdown(self) -> str:
-        marks = ["---"] * self.labels + ["---:"] * (len(self.columns) - self.labels)
-        rows = [[*map(markdown_text, row[: self.labels]), *row[self.labels :]] for row in self.rows]
-        body = "\n".join(f"| {' | '.join(line)} |" for line in [[*map(markdown_text, self.columns)], marks, *rows])
-        return f"**{markdown_text(self.title)}**\n\n{body}\n"
 
     def table(self) -> Any:
         """Returns the table for a terminal, as a rich renderable."""
@@ -82,11 +75,6 @@ class Results:
         """Returns accuracies, pass@k as far as it was measured, and details."""
         passes = [self._passes()] if self.ks else []
         return [self._accuracies(), *passes, self._details()]
-
-    def markdown(self) -> str:
-        return "\n".join(table.markdown() for table in self.tables()) + "".join(
-            f"\n{markdown_text(line)}\n" for line in self.remarks()
-        )
 
     def remarks(self) -> list[str]:
         """Returns notes on the tables: how prompts were built, prompts that do not fit, failed rewards and calls."""
