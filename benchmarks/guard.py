@@ -81,8 +81,8 @@ CELLS = (
 )
 
 
-def planned(cell: Cell, seeds: int, out: Path, *, guarded: bool) -> list[PlannedRun]:
-    sets = [ON, f"guard.every={cell.every}"] if guarded else []
+def planned(cell: Cell, seeds: int, out: Path, factor: float, *, guarded: bool) -> list[PlannedRun]:
+    sets = [ON, f"guard.every={cell.every}", f"guard.lr_factor={factor}"] if guarded else []
     spec = cell.failing if guarded else cell.tuned
     folder = out / (cell.model or "laboratory") / (PART if guarded else BASELINE)
     plan = plan_experiment([spec], [regime(cell.regime)], seeds, folder, model=cell.model, sets=sets)
