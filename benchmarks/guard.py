@@ -273,6 +273,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after so many hours")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--factor", type=float, default=0.5, help="guard.lr_factor; another one: give other --results")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))
@@ -302,11 +303,9 @@ def main() -> None:
     for cell in CELLS:
         words = {cell.regime, cell.failing, cell.failing.partition(":")[0], cell.model or "laboratory"}
         if set(given.only) <= words:
-            if not cell.model:
-                errors += train(
-                    BASELINE, planned(cell, given.seeds, given.out, guarded=False), store, given.workers, deadline
-                )
-            errors += train(PART, planned(cell, given.seeds, given.out, guarded=True), store, given.workers, deadline)
+            for part in (BASELINE, PART) if cell.model is None else (PART,):
+                runs = planned(cell, given.seeds, given.out, given.factor, guarded=part == PART)
+                errors += train(part, runs, store, given.workers, deadline)
     print(*table(store), *(f"failed: {line}" for line in errors), sep="\n")
 
 
