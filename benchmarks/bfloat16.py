@@ -8,36 +8,30 @@ Printed is the processor time of each, the smallest of the rounds, and their rat
 
 from __future__ import annotations
 
-import argparse
 import time
+from functools import partial
 
 import torch
 
+from shared import alternate, options_of
 from trimtab.trainer.models import matmul
 from trimtab.trainer.models.load import BUNDLED, load
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=BUNDLED)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = options_of(__doc__, model=BUNDLED, tokens=128, rounds=3).parse_args()
     torch.set_num_threads(1)
     model = load(options.model, dtype=torch.float32).model.base_model
     ids = torch.randint(0, model.config.vocab_size, (2, options.tokens // 2))
 
-    def seconds() -> float:
-        begin = time.process_time()
+    def update(dtypes: tuple[torch.dtype, ...]) -> None:
+        matmul._FAST_DTYPES = dtypes
         with torch.autocast("cpu", torch.bfloat16):
             hidden = model(ids)[0]
         hidden.float().square().mean().backward()
-        return time.process_time() - begin
 
-    times = {}
-    for name, dtypes in (("here", matmul._FAST_DTYPES), ("PyTorch", (torch.float32,))):
-        matmul._FAST_DTYPES = dtypes
-        times[name] = min(seconds() for _ in range(options.rounds))
+    sides = {"here": partial(update, matmul._FAST_DTYPES), "PyTorch": partial(update, (torch.float32,))}
+    times = {name: min(taken) for name, taken in alternate(sides, options.rounds, time.process_time).items()}
     print(f"{options.tokens} tokens: here {times['here']:.2f} s, PyTorch {times['PyTorch']:.2f} s")
     print(f"ratio {times['PyTorch'] / times['here']:.1f}x")
 

@@ -11,7 +11,6 @@ at random, and publishes the new weights. Prints the largest |log mu - log pi_ol
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shared import options_of
 from trimtab.diagnosis.tokens import k3
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import invariant
-from trimtab.trainer.models.load import load
+from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
@@ -48,12 +48,7 @@ class Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--native", type=int, default=10_000)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options_of(__doc__, model=BUNDLED, tokens=100_000, native=10_000, threads=2, seed=0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for numerics, tokens in (("native", options.native), ("invariant", options.tokens)):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from generation import make_prompts
+from shared import options_of
 from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
@@ -28,11 +29,7 @@ from trimtab.types import Prompt, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--looks", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = options_of(__doc__, looks=100, lr=1e-5, seed=0).parse_args()
     config = load_config("quickstart-vllm")
     model, tokenizer, _ = load(config.model.path, dtype=torch.float32)
     canary = Canary.build(config, tokenizer, model)

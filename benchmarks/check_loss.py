@@ -14,7 +14,6 @@ peers    the losses that TRL and verl ship, in our terms.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import random
 import time
@@ -27,6 +26,7 @@ import torch
 
 import trimtab
 from loss_slips import MORE, OTHERS, READERS, REPORTS, SLIPS, Plant
+from shared import options_of
 from trimtab.check_loss.check import check
 from trimtab.check_loss.probes import Batch, Loss, Update, of_objective
 from trimtab.check_loss.signatures import of_function
@@ -161,10 +161,9 @@ def reports() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options_of(__doc__, seed=0)
     parser.add_argument("parts", nargs="+", choices=("slips", "others", "more", "readers", "names", "reports", "peers"))
     parser.add_argument("--out", type=Path, default=PAGE, help="a page that ends in the table of peers, a new one then")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

@@ -17,7 +17,6 @@ stopped.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from grid import Cell, by_seed, mean_and_range, run, table
+from shared import options_of
 from trimtab.diagnosis.tokens import k3
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
@@ -48,7 +48,9 @@ LENGTHS = (4, 10, 20, 30)  # of `sort`: its digits, and the stop
 # Each keeps 0.8 of all responses of the runs without a mask.
 BANDS = {"product": ("sequence", 0.25, 4.0), "geometric": ("geometric", 0.935, 1.07)}
 
-Rows = Callable[[Mapping[str, dict[str, Any]], Sequence[int], Path], tuple[Sequence[str], list[list[str]]]]
+Results = Mapping[str, dict[str, Any]]
+Table = tuple[Sequence[str], list[list[str]]]
+Rows = Callable[[Results, Sequence[int], Path], Table]
 
 
 def cells_of(settings: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
@@ -59,7 +61,7 @@ def cells_of(settings: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> lis
     ]
 
 
-def accuracy(results: Mapping[str, dict[str, Any]], name: str, seeds: Sequence[int]) -> str:
+def accuracy(results: Results, name: str, seeds: Sequence[int]) -> str:
     return mean_and_range(by_seed(results, [f"{name}/seed{seed}" for seed in seeds]))
 
 
@@ -71,9 +73,7 @@ def sigma_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def sigma_rows(
-    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], out: Path
-) -> tuple[Sequence[str], list[list[str]]]:
+def sigma_rows(results: Results, seeds: Sequence[int], out: Path) -> Table:
     """Means over seeds: sigma over training, and what noise and mismatch move a log-prob by at the end, nats."""
     rows = []
     for sampler in SAMPLERS:
@@ -111,9 +111,7 @@ def arm_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def arm_rows(
-    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], _: Path
-) -> tuple[Sequence[str], list[list[str]]]:
+def arm_rows(results: Results, seeds: Sequence[int], _: Path) -> Table:
     names = {arm: arm.replace(" ", "-") for arm in ARMS}
     rows = [[arm, *(accuracy(results, f"arms/{name}/{names[arm]}", seeds) for name in REGIMES)] for arm in ARMS]
     return ["masked", *REGIMES], rows
@@ -130,9 +128,7 @@ def prefix_settings() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def prefix_rows(
-    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], _: Path
-) -> tuple[Sequence[str], list[list[str]]]:
+def prefix_rows(results: Results, seeds: Sequence[int], _: Path) -> Table:
     rows = [["none", "", accuracy(results, "prefixes/none", seeds), *[""] * (len(REFRESHES) - 1)]]
     for whole in (False, True):
         for ratio in RATIOS:
@@ -160,9 +156,7 @@ def batch_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def batch_rows(
-    results: Mapping[str, dict[str, Any]], seeds: Sequence[int], _: Path
-) -> tuple[Sequence[str], list[list[str]]]:
+def batch_rows(results: Results, seeds: Sequence[int], _: Path) -> Table:
     rows = [
         [f"{rate:g}", *(accuracy(results, f"batches/{prompts}-{rate:g}", seeds) for prompts in PROMPTS)]
         for rate in RATES
@@ -192,9 +186,7 @@ def length_settings() -> dict[str, tuple[str, ...]]:
     }
 
 
-def length_rows(
-    _: Mapping[str, dict[str, Any]], seeds: Sequence[int], out: Path
-) -> tuple[Sequence[str], list[list[str]]]:
+def length_rows(_: Results, seeds: Sequence[int], out: Path) -> Table:
     """By length of the response: k3, the share that a mask keeps, and the reward of the last twenty steps."""
     rows = []
     for arm in ("none", *BANDS):
@@ -240,11 +232,8 @@ EXPERIMENTS: dict[str, tuple[Callable[[], dict[str, tuple[str, ...]]], Rows]] = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, seeds=3, workers=2, out=Path("runs/claims"))
     parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/claims"))
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run")
     given = parser.parse_args()
     settings, rows = EXPERIMENTS[given.experiment]

@@ -22,19 +22,19 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import trimtab
+from shared import alternate, medians, options_of, reset_peak, resident
 
 TIME = 2048
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -125,12 +125,6 @@ def bare(proximal: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor) -> 
     return torch.where(mask, (proximal - behavior).exp(), 0.0).sum().item()
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def page_faults(work: Callable[[], object]) -> int:
     """The median over five calls."""
     counts = []
@@ -139,12 +133,6 @@ def page_faults(work: Callable[[], object]) -> int:
         work()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return int(statistics.median(counts))
-
-
-def interleaved(rounds: int, *works: Callable[[], object]) -> list[list[float]]:
-    for work in works:
-        work()
-    return [list(times) for times in zip(*([seconds(work) for work in works] for _ in range(rounds)), strict=True)]
 
 
 def peak_live_bytes(work: Callable[[], object]) -> int:
@@ -167,20 +155,15 @@ def resident_rise(side: str, rows: int) -> int:
     return json.loads(shown.splitlines()[-1])
 
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def _print_resident_rise(side: str, rows: int) -> None:
     work = {"ours": alone, "verl": _verl_side}[side]
     work(*make_batch(8, 64))  # imports and first-call costs are not the batch's
     batch = make_batch(rows, TIME)
     ctypes.CDLL(None).malloc_trim(0)  # what making the batch left in the heap would hide what the call takes
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present
-    before = _status("VmRSS")
+    reset_peak()
+    before = resident()
     work(*batch)
-    print(json.dumps(_status("VmHWM") - before))
+    print(json.dumps(resident(peak=True) - before))
 
 
 def _verl_side(proximal: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
@@ -188,9 +171,7 @@ def _verl_side(proximal: torch.Tensor, behavior: torch.Tensor, mask: torch.Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=1024)
+    parser = options_of(__doc__, rounds=15, rows=1024)
     parser.add_argument("--resident", choices=["ours", "verl"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
@@ -208,27 +189,31 @@ def main() -> None:
     trained = f"{mask.float().mean():.0%} trained"
     print(f"batch ({arguments.rows}, {TIME}) float32, {trained}, {torch.get_num_threads()} threads")
 
-    mine, theirs, correct, floor = interleaved(
-        arguments.rounds, lambda: ours(*batch), lambda: verls(*as_float), lambda: alone(*batch), lambda: bare(*batch)
-    )
-    ratios = sorted(b / a for a, b in zip(mine, theirs, strict=True))
-    named = {"ours": mine, "verl": theirs, "correct alone": correct, "bare pass": floor}
-    shown = "  ".join(f"{name} {statistics.median(times) * 1e3:.1f} ms" for name, times in named.items())
+    sides = {
+        "ours": lambda: ours(*batch),
+        "verl": lambda: verls(*as_float),
+        "correct alone": lambda: alone(*batch),
+        "bare pass": lambda: bare(*batch),
+    }
+    seconds = alternate(sides, arguments.rounds)
+    ratios = sorted(b / a for a, b in zip(seconds["ours"], seconds["verl"], strict=True))
+    middle = medians(seconds)
+    shown = "  ".join(f"{name} {taken * 1e3:.1f} ms" for name, taken in middle.items())
     print(f"time      {shown}   (medians of {arguments.rounds}, interleaved)")
-    speed = statistics.median(theirs) / statistics.median(mine)
+    speed = middle["verl"] / middle["ours"]
     print(f"speed     {speed:.2f}x verl  (range {ratios[0]:.2f} .. {ratios[-1]:.2f}; target >= 3)")
-    faults = [page_faults(work) for work in (lambda: ours(*batch), lambda: verls(*as_float))]
+    faults = [page_faults(sides[side]) for side in ("ours", "verl")]
     print(f"faults    ours {faults[0]:,}  verl {faults[1]:,} pages a call")
 
-    live = peak_live_bytes(lambda: alone(*batch)) / tensor
-    live_verl = peak_live_bytes(lambda: verls(*as_float)) / tensor
+    live = peak_live_bytes(sides["correct alone"]) / tensor
+    live_verl = peak_live_bytes(sides["verl"]) / tensor
     print(f"memory    ours {live:.2f} tensors  verl {live_verl:.2f}   (peak live bytes; target <= 4)")
     rises = {side: resident_rise(side, arguments.rows) / tensor for side in ("ours", "verl")}
     print(f"resident  ours {rises['ours']:.2f} tensors  verl {rises['verl']:.2f}")
 
-    parts = [make_batch(rows, TIME) for rows in (arguments.rows // part for part in (1, 2, 4))]
-    times = interleaved(arguments.rounds, *(lambda part=part: alone(*part) for part in parts))
-    whole, half, quarter = (statistics.median(column) for column in times)
+    parts = {str(part): make_batch(arguments.rows // part, TIME) for part in (1, 2, 4)}
+    works = {name: functools.partial(alone, *part) for name, part in parts.items()}
+    whole, half, quarter = medians(alternate(works, arguments.rounds)).values()
     print(f"linear    half the rows {half / whole:.2f}, a quarter {quarter / whole:.2f} of the time (ideal 0.50, 0.25)")
     print(f"metrics   ours {len(ours(*batch))}, verl {len(verls(*as_float))}")
 

@@ -26,6 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shared import options_of
+
 STEPS, SAMPLES, VOCABULARY = 40, 8, 150_000
 _KINDS = {"response_ids": pa.int64(), "loss_mask": pa.bool_(), "policy_version": pa.int64()}
 
@@ -103,8 +105,7 @@ def phases(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=10_000_000)
+    parser = options_of(__doc__, tokens=10_000_000)
     parser.add_argument("--folder", type=Path, help="where the trajectories are kept between runs")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()

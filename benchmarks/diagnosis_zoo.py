@@ -20,10 +20,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from shared import options_of
 from zoo import cells, judging, tables
 from zoo.bases import exact_bases, measured_bases
 from zoo.cells import Result
 
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 COMPUTED = """# How good is the diagnosis of faults it was not made for?
 
 `python benchmarks/diagnosis_zoo.py --parts computed{options}` changes one thing on one side of a small decoder, draws
@@ -95,19 +97,14 @@ size; pairs have 5,000 tokens only.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, page=RESULTS / "diagnosis.md", computed_page=RESULTS / "diagnosis-held-out.md", seed=0)
     parser.add_argument(
         "--full", action="store_true", help="every base with 200,000 tokens, more seeds, larger computed data"
-    )
-    parser.add_argument("--page", type=Path, default=Path(__file__).parents[1] / "docs" / "results" / "diagnosis.md")
-    parser.add_argument(
-        "--computed-page", type=Path, default=Path(__file__).parents[1] / "docs" / "results" / "diagnosis-held-out.md"
     )
     parser.add_argument("--parts", nargs="+", choices=("planted", "computed"), default=["planted", "computed"])
     parser.add_argument("--kinds", nargs="+", help="only computed kinds whose name begins so; writes no page")
     parser.add_argument("--bases", nargs="+", help="only these bases, by name; writes no page")
     parser.add_argument("--plants", nargs="+", help="only faults whose name begins so; writes no page")
-    parser.add_argument("--seed", type=int, default=0, help="first seed: others draw other responses and faults")
     parser.add_argument("--verbose", action="store_true", help="print every wrong answer")
     given = parser.parse_args()
     options = (" --full" if given.full else "") + (f" --seed {given.seed}" if given.seed else "")

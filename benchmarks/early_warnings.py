@@ -16,7 +16,6 @@ table: the alarms of `trimtab.Monitor`. Last lines: the verdicts of `trimtab rep
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ import pyarrow.parquet as pq
 
 from fair_map import Store, train
 from grid import table
+from shared import options_of
 from trimtab.monitor.alarms import History, Step, alarms
 from trimtab.monitor.scalars import run_metrics
 from trimtab.report.health import health
@@ -235,12 +235,8 @@ def halved(row: dict[str, Any]) -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, seeds=7, steps=96, workers=2, out=Path("runs/early-warnings"))
     parser.add_argument("--results", type=Path, help="a file of benchmarks/fair_map.py, in place of training")
-    parser.add_argument("--seeds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/early-warnings"))
     given = parser.parse_args()
     path = given.results or given.out / "runs.parquet"
     if given.results is None:

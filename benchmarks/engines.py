@@ -1,4 +1,4 @@
-"""Tokens per second of vLLM beside the embedded engine, interleaved in one run; and what a publication costs.
+"""Tokens per second of vLLM beside the embedded engine, in this process and in one of its own; what publications cost.
 
     .venv-vllm/bin/python benchmarks/engines.py [--threads 2] [--rounds 5] [--compiled]
 
@@ -9,21 +9,21 @@ size of model, vLLM for larger ones.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from generation import SAMPLES, case, make_prompts
+from shared import alternate, medians, options_of
 from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.trainer.models.load import load
 from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Engine, SamplingParams
@@ -33,12 +33,8 @@ PROMPT_TOKENS = 128  # room for a prompt in vLLM's context
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options_of(__doc__, model="smollm2-135m-instruct", threads=2, rounds=5, compiled=False)
     parser.add_argument("--cases", nargs="+", type=case, default=CASES, help="ROWSxTOKENS")
-    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(options.threads)
@@ -54,8 +50,10 @@ def main() -> None:
         start = time.perf_counter()
         vllm = VllmEngine(files, loaded.tokenizer, config)
         print(f"vLLM starts in {time.perf_counter() - start:.1f} s, {options.threads} threads")
+        spec = {"type": "embedded", "model": str(files), "dtype": "bfloat16", "quantization": {}}
         engines: dict[str, Engine] = {
             "embedded": EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16),
+            "in a process": RemoteEngine(ProcessTransport(spec, threads=options.threads)),
             "vLLM": vllm,
         }
         try:
@@ -67,9 +65,10 @@ def main() -> None:
                     name: functools.partial(engine.generate, prompts, SAMPLES, sampling, seed=0)
                     for name, engine in engines.items()
                 }
-                report(rows, tokens, measure(runs, options.rounds))
+                report(rows, tokens, alternate(runs, options.rounds))
         finally:
-            vllm.close()
+            for engine in engines.values():
+                engine.close()
 
 
 def publications(engines: dict[str, Engine], model: torch.nn.Module, rounds: int) -> None:
@@ -77,31 +76,22 @@ def publications(engines: dict[str, Engine], model: torch.nn.Module, rounds: int
     runs = {
         name: lambda engine=engine: engine.update_weights(named_weights(model), 0) for name, engine in engines.items()
     }
-    for name, seconds in measure(runs, rounds).items():
-        print(f"  {name:16} publication {statistics.median(seconds):.2f} s", flush=True)
-
-
-def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds per round; everything runs once before."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+    for name, seconds in medians(alternate(runs, rounds)).items():
+        print(f"  {name:16} publication {seconds:.2f} s", flush=True)
 
 
 def report(rows: int, tokens: int, seconds: dict[str, list[float]]) -> None:
     print(f"{rows} rows x {tokens} tokens")
-    median = {name: statistics.median(taken) for name, taken in seconds.items()}
+    median = medians(seconds)
     for name, taken in seconds.items():
         rounds = ", ".join(f"{s:.2f}" for s in taken)
         print(f"  {name:16} {rows * tokens / median[name]:7.0f} tokens/s   rounds {rounds} s")
-    embedded, vllm = median.values()
-    print(f"  embedded, tokens/s relative to vLLM {vllm / embedded:.2f}", flush=True)
+    embedded, apart, vllm = median.values()
+    print(
+        f"  embedded, tokens/s relative to vLLM {vllm / embedded:.2f}; seconds in a process, relative to in this one ",
+        end="",
+    )
+    print(f"{apart / embedded:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,16 @@ With --busy another process keeps one core busy meanwhile: compare it with and w
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from shared import alternate, medians, options_of
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import default_device, load
 from trimtab.types import Problem, Prompt, SamplingParams
@@ -35,10 +33,7 @@ BOUNDS = {(32, 48): 2.0, (128, 48): 2.8}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options_of(__doc__, model="smollm2-135m-instruct", threads=2, rounds=5)
     parser.add_argument("--cases", nargs="+", type=case, default=CASES, help="ROWSxTOKENS")
     parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
     options = parser.parse_args()
@@ -107,7 +102,7 @@ def contest(engine: EmbeddedEngine, model: Any, prompts: list[Prompt], tokens: i
                 num_return_sequences=SAMPLES,
                 cache_implementation=cache,
                 pad_token_id=0,
-            )
+            ).cpu()  # waits for an accelerator
 
     return {
         "engine": lambda: engine.generate(prompts, SAMPLES, sampling, seed=0),
@@ -117,28 +112,16 @@ def contest(engine: EmbeddedEngine, model: Any, prompts: list[Prompt], tokens: i
 
 
 def measure(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds per round; everything runs once before, and the slower `generate` then drops out."""
-    warm = {name: clock(run) for name, run in contenders.items()}
+    """Seconds per round, of the engine and of the faster `generate`."""
+    warm = {name: taken[0] for name, taken in alternate(contenders, 1).items()}
     slower = max((name for name in warm if name != "engine"), key=lambda name: warm[name])
     print(f"warm-up: {', '.join(f'{name} {s:.2f} s' for name, s in warm.items())}; dropped: {slower}", flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders if name != slower}
-    for _ in range(rounds):
-        for name, taken in seconds.items():
-            taken.append(clock(contenders[name]))
-    return seconds
-
-
-def clock(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return alternate({name: run for name, run in contenders.items() if name != slower}, rounds)
 
 
 def report(rows: int, tokens: int, prompts: list[Prompt], seconds: dict[str, list[float]]) -> None:
     lengths = [len(prompt.ids) for prompt in prompts]
-    median = {name: statistics.median(taken) for name, taken in seconds.items()}
+    median = medians(seconds)
     print(f"{rows} rows x {tokens} tokens, {len(prompts)} prompts of {min(lengths)}-{max(lengths)} tokens")
     for name, taken in seconds.items():
         rates = f"{rows * tokens / median[name]:7.0f} tokens/s"

@@ -14,7 +14,6 @@ Then the mean of each column and its worst case. With 5000 trials the standard e
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shared import options_of
 from trimtab.intervals import Interval, problem_interval
 from trimtab.trainer.evaluation import pass_at_k
 
@@ -96,8 +96,7 @@ def bootstrap(values: Array, rng: np.random.Generator) -> Array:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Coverage of evaluation intervals.")
-    parser.add_argument("--trials", type=int, default=5000)
+    parser = options_of(__doc__, trials=5000)
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     options = parser.parse_args()
     for kind in (accuracy, passes):

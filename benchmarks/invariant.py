@@ -9,7 +9,6 @@ instructions. Each figure is a median over rounds. Target: a whole step in at mo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from generation import SAMPLES, case, make_prompts
+from shared import options_of
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import invariant
 from trimtab.trainer.models.load import load
@@ -57,11 +57,8 @@ class Side:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser = options_of(__doc__, model="smollm2-135m-instruct", threads=2, rounds=5)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", type=case, default=CASES, help="ROWSxTOKENS")
     parser.add_argument("--processor", action="store_true", help="processor time: for a machine that is not idle")
     options = parser.parse_args()

@@ -11,7 +11,6 @@ Without CUDA it says so and exits with 2.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import sys
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared import options_of
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import invariant
 from trimtab.trainer.models.architecture import ModelParts
@@ -42,10 +42,7 @@ wrong = 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
+    options = options_of(__doc__, model="smollm2-135m-instruct", rounds=20).parse_args()
     if not torch.cuda.is_available():
         print(
             "no CUDA device: these kernels run on one alone (tests/unit/trainer/models/test_triton_*.py interpret them)"

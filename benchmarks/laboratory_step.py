@@ -8,7 +8,6 @@ is nearly the same on a busy machine. Rounds alternate between the products Trim
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from shared import options_of
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models import matmul
 from trimtab.trainer.run import train
@@ -39,10 +39,7 @@ def measure(steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    given = options_of(__doc__, steps=80, rounds=5).parse_args()
     torch.set_num_threads(1)
     measure(4)
     chosen = matmul._ONEDNN  # pyright: ignore[reportPrivateUsage]

@@ -19,18 +19,16 @@ import argparse
 import contextlib
 import functools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shared import alternate, medians, options_of, reset_peak, resident
 from trimtab.trainer.models.architecture import ModelParts
 from trimtab.trainer.models.fused_head import token_scores
 from trimtab.trainer.models.load import BUNDLED, load
@@ -77,25 +75,6 @@ def head_step(way: str, name: str, data: dict[str, Tensor]) -> tuple[Tensor, Ten
     return logp.detach(), data["hidden"].grad, data["weight"].grad
 
 
-def medians(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for repeat in range(repeats + 1):
-        for way, call in ways.items():
-            start = time.perf_counter()
-            call()
-            if repeat:  # the first round warms up
-                seconds[way].append(time.perf_counter() - start)
-    return {way: statistics.median(values) for way, values in seconds.items()}
-
-
-def status(key: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {key} in /proc/self/status")
-
-
 def measure_memory(way: str, name: str, folder: str) -> None:
     data = load_file(f"{folder}/states.safetensors")
     data = {key: value.clone() for key, value in data.items()}  # resident, not mapped
@@ -103,15 +82,15 @@ def measure_memory(way: str, name: str, folder: str) -> None:
     head_step(way, name, few)  # libraries' own start-up memory is not what is asked for
     data["weight"].grad = None
     del few
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
-    before = status("VmRSS")
+    reset_peak()
+    before = resident()
     head_step(way, name, data)
-    print(json.dumps(status("VmHWM") - before))
+    print(json.dumps(resident(peak=True) - before))
 
 
 def compare_heads(folder: str, data: dict[str, Tensor], repeats: int) -> None:
     for name in PRECISIONS:
-        seconds = medians({way: functools.partial(head_step, way, name, data) for way in WAYS}, repeats)
+        seconds = medians(alternate({way: functools.partial(head_step, way, name, data) for way in WAYS}, repeats))
         memory = {}
         for way in WAYS:
             child = [sys.executable, __file__, "--memory", way, name, folder]
@@ -147,7 +126,7 @@ def compare_steps(path: str, repeats: int) -> None:
 
     for name in PRECISIONS:
         ways = {"ours": lambda: score(model, batch).logp, "naive": naive}
-        seconds = medians({way: functools.partial(step, name, call) for way, call in ways.items()}, repeats)
+        seconds = medians(alternate({way: functools.partial(step, name, call) for way, call in ways.items()}, repeats))
         print(f"\nstep, {name}, {GROUP} x {RESPONSE} tokens after {PROMPT}: ", end="")
         print(f"ours {seconds['ours']:.2f} s, naive {seconds['naive']:.2f} s", end="")
         print(f" ({seconds['ours'] / seconds['naive']:.2f}x)")
@@ -171,11 +150,8 @@ def stored_states(path: str, tokens: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=BUNDLED)
+    parser = options_of(__doc__, model=BUNDLED, tokens=4096, repeats=5)
     parser.add_argument("--part", choices=("head", "step"), help="default: both")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:

@@ -21,8 +21,9 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from shared import options_of, reset_peak, resident
 
 MIB = 1 << 20
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
@@ -52,17 +53,6 @@ CASES = (
     Case(REAL, 1, 64, 1024),
     Case(REAL, 1, 64, 1024, recompute=True),
 )
-
-
-def resident(peak: bool = False) -> int:
-    """Bytes of this process now, or at most since `reset_peak`."""
-    key = "VmHWM" if peak else "VmRSS"
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(fields[key].split()[0]) * 1024
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Saved:
@@ -183,8 +173,7 @@ def in_a_process(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=[SMALL, REAL])
+    parser = options_of(__doc__, models=[SMALL, REAL])
     parser.add_argument("--count", type=int, help="the first rows of the table alone")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--computed", action="store_true", help="the table of large models, nothing is run")

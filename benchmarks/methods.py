@@ -12,11 +12,11 @@ greedy accuracy on 128 problems. An interrupted run goes on where it stopped.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from grid import Cell, by_seed, mean_and_range, run, table
+from shared import options_of
 
 REGIMES: dict[str, tuple[str, ...]] = {
     "on-policy": ("trainer.steps=100", "eval.every=20", "optim.lr=1e-4"),
@@ -64,11 +64,7 @@ def cell(regime: str, method: str, seed: int, more: Sequence[str]) -> Cell:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/methods"))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--regimes", nargs="+", default=list(REGIMES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser = options_of(__doc__, out=Path("runs/methods"), methods=list(METHODS), regimes=list(REGIMES), seeds=SEEDS)
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     given = parser.parse_args()

@@ -9,7 +9,6 @@ memory over 10,000 batches, the time of `observe` beside that of a step, and its
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 import trimtab
+from shared import options_of
 from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.alarms import EXACT, WINDOW
 from trimtab.runs import trajectories
@@ -122,13 +122,9 @@ def difference(run: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
+    parser = options_of(__doc__, seeds=20, steps=80, lost_at=40, batches=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--lost-at", type=int, default=40)
     parser.add_argument("--runs", type=Path)
-    parser.add_argument("--batches", type=int, default=10_000)
     args = parser.parse_args()
     folder = args.runs or Path(tempfile.mkdtemp())
     false, jumps, delays, missed = Counter(), [], [], 0

@@ -9,7 +9,6 @@ costs at any size weighs more than in a run.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
+from shared import options_of
 from trimtab.adapters.trl import GRPOTrainer
 from trimtab.monitor import Monitor
 from trimtab.trainer.models import bundled
@@ -72,12 +72,7 @@ def sampled(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[list[Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(bundled.folder()))
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--completions", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64)
-    given = parser.parse_args()
+    given = options_of(__doc__, model=str(bundled.folder()), steps=3, completions=16, tokens=64).parse_args()
     folder = tempfile.mkdtemp()
     monitor, steps = TimedMonitor(out=folder, on_alarm=print), TimedSteps()
     arguments = GRPOConfig(

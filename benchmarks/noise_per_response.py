@@ -8,18 +8,19 @@ group or for each response. Both take turns; printed is the median ratio of proc
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
+from functools import partial
 
 import numpy as np
 import torch
 
+from shared import alternate, options_of, quartiles
 from trimtab.trainer.models import load as models
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.models.perturbation import Perturbation
 
 GROUPS, SAMPLES = 4, 8
+SIDES = ("group", "response")  # for what one noise is drawn
 
 
 def batch(prompt: int, response: int, vocabulary: int, *, shared: bool) -> TokenBatch:
@@ -33,29 +34,26 @@ def batch(prompt: int, response: int, vocabulary: int, *, shared: bool) -> Token
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = options_of(__doc__, model="smollm2-135m-instruct", rounds=7)
     parser.add_argument("--lengths", nargs="*", default=["11x11", "64x64", "256x64"], help="PROMPTxRESPONSE")
     given = parser.parse_args()
     torch.set_num_threads(1)
     loaded = models.load(given.model, dtype=torch.float32)
     perturbation = Perturbation(loaded.model, "all", 1e-4)
+
+    def update(tokens: TokenBatch) -> None:
+        with perturbation.attached(seed=1):
+            score(loaded.model, tokens).logp.sum().backward()
+        loaded.model.zero_grad(set_to_none=True)
+
     print("| prompt x response | per response / per group | quartiles |\n|---|---|---|")
     for lengths in given.lengths:
         prompt, response = map(int, lengths.split("x"))
-        batches = [batch(prompt, response, loaded.model.config.vocab_size, shared=shared) for shared in (True, False)]
-        ratios = []
-        for _ in range(given.rounds + 1):
-            seconds = []
-            for tokens in batches:
-                start = time.process_time()
-                with perturbation.attached(seed=1):
-                    score(loaded.model, tokens).logp.sum().backward()
-                loaded.model.zero_grad(set_to_none=True)
-                seconds.append(time.process_time() - start)
-            ratios.append(seconds[1] / seconds[0])
-        low, middle, high = statistics.quantiles(ratios[1:], n=4)
+        sides = {
+            name: batch(prompt, response, loaded.model.config.vocab_size, shared=name == "group") for name in SIDES
+        }
+        seconds = alternate({name: partial(update, of) for name, of in sides.items()}, given.rounds, time.process_time)
+        low, middle, high = quartiles(seconds["response"], seconds["group"])
         print(f"| {prompt} x {response} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
 
 

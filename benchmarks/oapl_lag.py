@@ -10,12 +10,12 @@ one seed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grid import Cell, by_seed, mean_and_range, run, table
+from shared import options_of
 
 LAGS = (1, 8, 32, 128, 400)
 SEEDS = (0, 1, 2)
@@ -38,23 +38,20 @@ TUNED = {
 }
 COLORS = {"oapl-beta1": "#0072B2", "token-tis": "#D55E00", "oapl-beta0.1": "#56B4E9"}
 KS = (1, 4, 16, 64, 256)
-OAPL = "objective.name=oapl"
+# beta_2 of OAPL (0.001 as published) and learning rate, then the learning rates of token importance sampling.
+PULLS = (
+    *((0.001, 1e-5), (0.001, 1e-4), (0.03, 5e-5), (0.1, 2e-5), (0.1, 5e-5), (0.1, 1e-4), (0.3, 5e-5), (0.3, 1e-4)),
+    *((1.0, 5e-5), (1.0, 1e-4)),
+)
 SWEEP: dict[str, tuple[str, ...]] = {
-    "oapl, beta .1, lr 2e-5": (OAPL, "objective.beta=0.1", "optim.lr=2e-5"),
-    "oapl, beta .1, lr 5e-5": (OAPL, "objective.beta=0.1", "optim.lr=5e-5"),
-    "oapl, beta .3, lr 5e-5": (OAPL, "objective.beta=0.3", "optim.lr=5e-5"),
-    "oapl, beta .03, lr 5e-5": (OAPL, "objective.beta=0.03", "optim.lr=5e-5"),
-    "oapl, beta .1, lr 1e-4": (OAPL, "objective.beta=0.1", "optim.lr=1e-4"),
-    "oapl, beta .1, lr 1e-4, gradient clip 1e-3": (OAPL, "objective.beta=0.1", "optim.lr=1e-4", "optim.grad_clip=1e-3"),
-    "oapl, beta 1e-3 (published), lr 1e-4": (OAPL, "objective.beta=1e-3", "optim.lr=1e-4"),
-    "oapl, beta 1e-3, lr 1e-5": (OAPL, "objective.beta=1e-3", "optim.lr=1e-5"),
-    "token-tis, lr 1e-5": (*TIS, "optim.lr=1e-5"),
-    "token-tis, lr 2e-5": (*TIS, "optim.lr=2e-5"),
-    "token-tis, lr 5e-5": (*TIS, "optim.lr=5e-5"),
-    "token-tis, lr 1e-4": (*TIS, "optim.lr=1e-4"),
-    "oapl, beta .3, lr 1e-4": (OAPL, "objective.beta=0.3", "optim.lr=1e-4"),
-    "oapl, beta 1, lr 5e-5": (OAPL, "objective.beta=1.0", "optim.lr=5e-5"),
-    "oapl, beta 1, lr 1e-4": (OAPL, "objective.beta=1.0", "optim.lr=1e-4"),
+    **{
+        f"oapl, beta {beta:g}, lr {lr:g}": ("objective.name=oapl", f"objective.beta={beta}", f"optim.lr={lr}")
+        for beta, lr in PULLS
+    },
+    "oapl, beta 0.1, lr 0.0001, gradient clip 1e-3": (
+        *("objective.name=oapl", "objective.beta=0.1", "optim.lr=1e-4", "optim.grad_clip=1e-3"),
+    ),
+    **{f"token-tis, lr {lr:g}": (*TIS, f"optim.lr={lr}") for lr in (1e-5, 2e-5, 5e-5, 1e-4)},
 }
 SWEEP_COLUMNS = 6
 
@@ -128,10 +125,7 @@ def draw(results: Mapping[str, Any], lags: tuple[int, ...], seeds: tuple[int, ..
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/oapl-lag"))
-    parser.add_argument("--lags", type=int, nargs="+", default=LAGS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser = options_of(__doc__, out=Path("runs/oapl-lag"), lags=LAGS, seeds=SEEDS)
     parser.add_argument("--updates", type=int, default=UPDATES, help="of a run; docs/results has `--sweep 32` with 600")
     parser.add_argument("--samples", type=int, default=512, help="for pass@k")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")

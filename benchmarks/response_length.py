@@ -9,18 +9,16 @@ linear where seconds for 1,000 tokens stay the same. Rows of the table are print
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 
+from shared import options_of
 from trainer_step import SAMPLES, Worker, model_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, lengths=[64, 128, 256, 512, 1024, 2048], prompts=1)
     parser.add_argument("--model", help="a model folder; default: the bundled model, converted once")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
-    parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1, help="measured steps of each length, of which the median")
     parser.add_argument("--warm", type=int, default=512, help="longest response with a warm-up step")
     arguments = parser.parse_args()

@@ -18,7 +18,6 @@ Second table: where it comes from. Noise of growing size on the sampler's matric
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grid import mean_and_range, table
+from shared import options_of
 from trimtab.corrections.divergences import k3
 from trimtab.trainer import tasks
 from trimtab.trainer.config import load_config
@@ -290,12 +290,8 @@ def training(root: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/routing"))
+    parser = options_of(__doc__, out=Path("runs/routing"), seeds=5, prompts=256, samples=8)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of the warm starts")
     parser.add_argument("--runs", type=Path, help="summarize these runs instead")
     given = parser.parse_args()

@@ -8,14 +8,12 @@ them. The record is measured as it is in a checkpoint, compressed, beside everyt
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from shared import alternate, options_of, quartiles
 from trimtab.runs import trajectories
 from trimtab.trainer import tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
@@ -32,10 +30,7 @@ PROMPTS, SAMPLES = 16, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    options = options_of(__doc__, rounds=9, threads=1).parse_args()
     torch.set_num_threads(options.threads)
     loaded = load(str(laboratory_folder(MIXTURE)), dtype=torch.float32)
     rows = sampled(loaded, options.rounds)
@@ -53,7 +48,7 @@ def sampled(loaded: LoadedModel, rounds: int) -> list[Trajectory]:
     jobs = [
         lambda engine=engine: result.append(engine.generate(asked, SAMPLES, sampling, seed=0)) for engine in engines
     ]
-    ratio("sampling with a record / without", jobs, rounds)
+    ratio("sampling with a record / without", *jobs, rounds)
     groups = zip(asked, result[-1], strict=True)
     return [trajectory(p, i, one, sampling) for i, (p, group) in enumerate(groups) for one in group]
 
@@ -80,24 +75,17 @@ def trained(loaded: LoadedModel, rows: list[Trajectory], rounds: int) -> None:
     micro = replay.pack(to_tensors(rows, range(len(rows)), 12, torch.device("cpu")), rows)
     loaded.model.train()
     jobs = [lambda on=on: update(loaded, micro, on) for on in (False, True)]
-    ratio("update with replay and agreement / without", jobs, rounds)
+    ratio("update with replay and agreement / without", *jobs, rounds)
 
 
 def update(loaded: LoadedModel, micro: MicroBatch, on: bool) -> None:
     score(loaded.model, micro.tokens, routes=micro.extras["routes"] if on else None, record=on).logp.sum().backward()
 
 
-def ratio(name: str, jobs: list[Callable[[], None]], rounds: int) -> None:
-    """Seconds of the second job over those of the first: the median of pairs, and how far they spread."""
-    pairs: list[float] = []
-    for _ in range(rounds + 1):
-        taken = []
-        for job in jobs:
-            start = time.perf_counter()
-            job()
-            taken.append(time.perf_counter() - start)
-        pairs.append(taken[1] / taken[0])
-    low, middle, high = statistics.quantiles(pairs[1:], n=4)  # the first warms up
+def ratio(name: str, without: Callable[[], object], with_it: Callable[[], object], rounds: int) -> None:
+    """Seconds of the second over those of the first: the median of pairs, and how far they spread."""
+    seconds = alternate({"without": without, "with": with_it}, rounds)
+    low, middle, high = quartiles(seconds["with"], seconds["without"])
     print(f"{name}: {middle:.2f} ({low:.2f} to {high:.2f})")
 
 

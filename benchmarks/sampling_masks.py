@@ -10,7 +10,6 @@ of the set under pi: their mean is the mean kept mass, however exact the arithme
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shared import options_of
 from trimtab.runs import trajectories
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import BUNDLED, LABORATORY, load
@@ -36,10 +36,7 @@ SAMPLES = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[LABORATORY, BUNDLED])
-    parser.add_argument("--tokens", type=int, default=64)
-    options = parser.parse_args()
+    options = options_of(__doc__, models=[LABORATORY, BUNDLED], tokens=64).parse_args()
     for name in options.models:
         small = name == LABORATORY
         loaded = load(str(laboratory_folder()) if small else name, dtype=torch.float32)

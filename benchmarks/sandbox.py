@@ -8,13 +8,13 @@ opens one for each, as an episode with a single call does. The time of a single 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import threading
 import time
 from collections.abc import Sequence
 from typing import get_args
 
+from shared import options_of
 from trimtab.trainer.sandbox.code_result import CodeResult
 from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession, SandboxName, sandbox_unavailable
 
@@ -24,9 +24,7 @@ SINGLE_CALLS = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser = options_of(__doc__, workers=2, seconds=5.0)
     parser.add_argument("--packages", nargs="*", default=[], help="for bubblewrap")
     options = parser.parse_args()
     print("| sandbox | start, s | one call, ms | calls/s, one session | calls/s, a session a call |")

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from shared import options_of
 from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
@@ -120,12 +121,9 @@ def examine(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--kills", type=int, default=0)
+    parser = options_of(__doc__, steps=1000, kills=0, seed=0)
     parser.add_argument("--spread", type=float, default=4.0, help="seconds until the next kill, at most")
     parser.add_argument("--in-flight", choices=["finish", "continue"], default="finish")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

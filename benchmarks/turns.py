@@ -15,7 +15,6 @@ Printed is the ratio of processor times, median over rounds (target: <= 1.02).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from shared import options_of
 from trimtab.diagnosis.tokens import k3
 from trimtab.trainer import environments, tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
@@ -59,13 +59,7 @@ Groups = list[list[Completion]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=BUNDLED)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    options = options_of(__doc__, model=BUNDLED, prompts=32, samples=8, rounds=9, threads=1).parse_args()
     torch.set_num_threads(options.threads)
     print("| numerics | tokens | count | surprise, nats | k3 | 95% | against one turn | per nat |")
     print("|---|---|---|---|---|---|---|---|")

@@ -13,8 +13,6 @@ from torch import Tensor
 from trimtab.corrections import LEVELS
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State, objective, objectives
 
-TENSORS = ("current", "behavior", "proximal", "reference", "entropy")
-
 # Presets that are two losses, depending on a keyword, and a rule from outside the package.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "m2po-mask": ("m2po", {"form": "mask"}),

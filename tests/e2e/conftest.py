@@ -10,6 +10,7 @@ import pytest
 from tests.support import bench_environment, forked
 
 from trimtab.trainer.models import bundled
+from trimtab.trainer.sandbox.python_pool import SandboxName, sandbox_unavailable
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", params=["monty", "bubblewrap"])
+def sandbox(request: pytest.FixtureRequest) -> SandboxName:
+    if missing := sandbox_unavailable(request.param):
+        pytest.skip(missing)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -76,14 +76,12 @@ ROWS = {
     "intervals": Row("--trials 5 --quick", "passes, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),
     "invariant_cuda": Row("--rounds 1", "all bits as they must be", cuda=True),
-    "invariant_rows": Row("--threads 1 --checks columns sums", "lines that invariant numerics rely on hold here"),
     "laboratory_step": Row("--steps 4 --rounds 1", "whole run, processor"),
     "logprobs": Row("--model $TINY --tokens 64 --repeats 1", r"step, bf16 autocast.*x\)"),
     "memory": Row("--models laboratory --count 1", "computed / measured"),
     "methods": Row(
         "--out $OUT --methods grpo --regimes on-policy --seeds 0 --workers 1 --set trainer.steps=1", r"`grpo` \| \d"
     ),
-    "mismatch": Row("--models laboratory-moe --prompts 2 --samples 2", r"laboratory-moe \| noise 0.2 \| \d"),
     "loss_peers": Row(library=("check_loss",)),
     "loss_slips": Row(library=("check_loss",)),
     "mask_widths": Row(
@@ -116,6 +114,7 @@ ROWS = {
     "routing_cost": Row("--rounds 2", "update with replay and agreement / without: "),
     "sampling_masks": Row("--models laboratory --tokens 4", "mean ratio"),
     "sandbox": Row("--workers 1 --seconds 0.1", r"monty \|"),
+    "shared": Row(library=("engines", "corrections", "memory", "routing_cost", "perturbation")),
     "survival": Row("--steps 3", "no token was older than 4 updates"),
     "trainer_step": Row(
         "--trl-python $BENCH --model $TINY --tokens 4 --rounds 1 "
@@ -123,7 +122,6 @@ ROWS = {
         "speed .*x TRL",
     ),
     "turns": Row("--model $TINY --prompts 4 --samples 2 --rounds 1", "cost, .* ratio"),
-    "worker": Row("--models laboratory --rounds 1", "interruption to answer"),
     "zoo_bases": Row("--help", "without one all but vllm"),  # it replaces files of the repository
 }
 

@@ -11,7 +11,7 @@ import pytest
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments import EnvironmentSpec, build
 from trimtab.trainer.environments.formats import ToolError
-from trimtab.trainer.sandbox.python_pool import SandboxName, sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import SandboxName
 
 pytestmark = pytest.mark.e2e
 
@@ -19,13 +19,6 @@ SECONDS = 20.0  # of one call, on a machine that does other work
 
 Episode = Callable[..., list[str]]
 Run = Callable[..., Episode]
-
-
-@pytest.fixture(params=["monty", "bubblewrap"])
-def sandbox(request: pytest.FixtureRequest) -> SandboxName:
-    if missing := sandbox_unavailable(request.param):
-        pytest.skip(missing)
-    return request.param
 
 
 def spec(sandbox: SandboxName, **options: Any) -> EnvironmentSpec:

@@ -24,16 +24,8 @@ from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession, Sandb
 
 pytestmark = pytest.mark.e2e
 
-SANDBOXES = ("monty", "bubblewrap")
 LONG = 600.0  # seconds of a run that a test ends
 LOOP = "while True: pass"
-
-
-@pytest.fixture(scope="module", params=SANDBOXES)
-def sandbox(request: pytest.FixtureRequest) -> SandboxName:
-    if missing := sandbox_unavailable(request.param):
-        pytest.skip(missing)
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,12 @@ import pytest
 from trimtab.trainer.processes import WorkerProcess
 from trimtab.trainer.sandbox.code_result import CodeResult
 from trimtab.trainer.sandbox.container import Container
-from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName, sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName
 
 pytestmark = pytest.mark.e2e
 
 CLOSED = CodeResult("", "not run: the session is closed")
 LOST_WORKER = "not run: the process of this sandbox was replaced, and the variables of this session are lost"
-
-
-@pytest.fixture(scope="module", params=["monty", "bubblewrap"])
-def sandbox(request: pytest.FixtureRequest) -> SandboxName:
-    if missing := sandbox_unavailable(request.param):
-        pytest.skip(missing)
-    return request.param
 
 
 @pytest.fixture

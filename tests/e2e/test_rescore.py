@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tests.support.chat_tokenizers import bundled_tokenizer
 
 from trimtab.cli.main import run
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.diagnosis.pipeline import diagnose
-from trimtab.trainer.models import bundled
 from trimtab.trainer.models.load import BUNDLED, load_plain
 
 PROMPTS = (
@@ -46,7 +45,7 @@ def models() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def responses(models: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     """Ids of prompts, each after a start token, and of responses sampled from the model."""
-    tokenizer = AutoTokenizer.from_pretrained(bundled.folder())
+    tokenizer = bundled_tokenizer()
     torch.manual_seed(0)
     found = []
     for text in PROMPTS:

@@ -102,7 +102,6 @@ def test_values_of_another_type_are_refused(value: object, kind: type) -> None:
 
 
 CLIPPED = {"kind": "clipped", "high": 0.28}
-BAND = {"kind": "band", "level": "geometric", "min": 0.5, "max": 2.0}
 
 
 def test_every_part_can_be_given():

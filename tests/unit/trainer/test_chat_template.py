@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import threading
 import time
-from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tests.support.chat_tokenizers import bundled_tokenizer, tokenizer
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import chat_template
 from trimtab.trainer.environments.formats import Chat as ChatFormat
-from trimtab.trainer.models import bundled
 from trimtab.trainer.tasks.templates import Chat
 from trimtab.types import Problem
 
@@ -23,17 +19,6 @@ NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in rang
 )
 BRANCHING = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 SCHEMAS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
-
-
-@functools.cache
-def bundled_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(bundled.folder())
-
-
-def tokenizer(template: str) -> Any:
-    result = copy.copy(bundled_tokenizer())
-    result.chat_template = template
-    return result
 
 
 @pytest.mark.parametrize(

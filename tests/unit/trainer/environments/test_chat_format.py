@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
 import pytest
+from tests.support.chat_tokenizers import bundled_tokenizer, tokenizer
 from tests.unit.trainer.environments.test_episodes import append, start
-from transformers import AutoTokenizer
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments
 from trimtab.trainer.environments.episodes import EpisodeLimits
 from trimtab.trainer.environments.formats import Call, Chat, ToolError
-from trimtab.trainer.models import bundled
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Chat as ChatTemplate
 from trimtab.trainer.tasks.templates import Plain
@@ -50,17 +47,6 @@ SCHEMAS = environments.build(environments.EnvironmentSpec(Search)).schemas()
 
 def of(form: str, instructions: str = "") -> environments.BuiltEnvironment:
     return environments.build(environments.EnvironmentSpec(Search, format=form, instructions=instructions))
-
-
-@functools.cache
-def bundled_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(bundled.folder())
-
-
-def tokenizer(template: str) -> Any:
-    result = copy.copy(bundled_tokenizer())
-    result.chat_template = template
-    return result
 
 
 @pytest.fixture(scope="module")

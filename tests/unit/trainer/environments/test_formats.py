@@ -7,17 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tests.support.chat_tokenizers import bundled_tokenizer
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments
 from trimtab.trainer.environments.formats import Call, Fence, Tag, ToolError, build_format
-from trimtab.trainer.models import bundled
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Chat, Plain
 from trimtab.types import Problem
-
-TOKENIZER = AutoTokenizer.from_pretrained(bundled.folder())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +172,7 @@ def refused(form: str, style: Plain | Chat) -> str | None:
     built = environments.build(environments.EnvironmentSpec(OnlyBoth, format=form))
     try:
         built.adapt(replace(task(("###",)), template=style))
-        built.runner(TOKENIZER, 64, lambda *_: None)  # type: ignore[arg-type]
+        built.runner(bundled_tokenizer(), 64, lambda *_: None)  # type: ignore[arg-type]
     except TrimtabError as error:
         return re.findall(r"take (?:environment\.)?format (?:= )?[\'\"](\w+)[\'\"]", str(error))[0]
     return None
@@ -186,7 +183,7 @@ def test_prompts_describe_the_tools_where_nobody_else_does() -> None:
 
     def prompt(form: str, template: Plain | Chat, instructions: str = "", kind: type = Single) -> str:
         built = environments.build(environments.EnvironmentSpec(kind, format=form, instructions=instructions))
-        return built.adapt(replace(task(("###",)), template=template)).prompt_text(problem, TOKENIZER)
+        return built.adapt(replace(task(("###",)), template=template)).prompt_text(problem, bundled_tokenizer())
 
     line = "<python>CODE</python>: Repeats. code (string): what is repeated."
     assert line in prompt("tag", Plain())

@@ -3,8 +3,8 @@
 Elementwise CPU kernels compute the last few numbers of a tensor, and of each thread's share, one by one, with different
 code than the vectors before them. Sums, products, quotients and roots are correctly rounded in both; `exp`, `log`,
 `sin` and `cos` run the same code for all. `sigmoid`, `silu` and `logaddexp` do not, nor does `rsqrt` in bfloat16, so
-they are not used here (`benchmarks/invariant_rows.py`). The order of a sum over the last dimension does not depend on
-the number of rows.
+they are not used here. The order of a sum over the last dimension does not depend on the number of rows.
+tests/e2e/test_invariant_logprobs.py checks both on the machine it runs on.
 """
 
 from __future__ import annotations
