@@ -93,7 +93,7 @@ def accuracy_falls(evaluations: Sequence[Evaluation]) -> Sign | None:
     if not least_fall(best.accuracy, last.accuracy, last.problems, LEVEL_99) > 0:
         return None
     detail = (
-        f"{last.accuracy:.2f} on {last.problems:.0f} held-out problems after step {last.step}, {best.accuracy:.2f} after "
-        f"step {best.step}"
+        f"{last.accuracy:.2f} on {last.problems:.0f} held-out problems after step {last.step}, "
+        f"{best.accuracy:.2f} after step {best.step}"
     )
     return Sign("reward", "accuracy", detail, best.step)
