@@ -94,6 +94,9 @@ class RunDisplay:
 
     def phase(self, name: str, done: int, total: int) -> None:
         self._bar.update(self._task, description=f"{name} {done}/{total}" if total else name)
+        if name == "collect" and self.total_steps:  # a guard makes the run longer
+            self.total_steps = total
+            self._bar.update(self._task, total=total)
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
         step, seconds = int(number(metrics, "step") or 0), number(metrics, "time/step")

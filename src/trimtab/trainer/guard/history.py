@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class KeptSteps:
             self._evaluations = [one for one in self._evaluations if one.step <= start]
             self._rebuild()
         (step,) = steps_of([row])
+        # As metrics.jsonl has them: a resumed run must judge the same.
+        step = replace(step, metrics={name: value for name, value in step.metrics.items() if math.isfinite(value)})
         self._steps.append(step)
         self._history.add(step)
         before = row.get(f"{self._task}/before")
@@ -87,13 +90,14 @@ class KeptSteps:
         fallen = accuracy_falls(self._evaluations) if evaluated and "reward" in on else None
         return fallen or first_sign(self._history.steps(), on)
 
-    def needed(self, snapshots: Sequence[int]) -> set[int]:
+    def needed(self, snapshots: Sequence[int], every: int) -> set[int]:
         """Returns the steps of those checkpoints that a return may need.
 
-        These are the newest ones, which not every rule has had the time to judge, the last one before them, and the
-        last one before the best evaluation.
+        These are the newest ones, which not every rule has had the time to judge, at multiples of `every`, the last one
+        before them, and the last one before the best evaluation; the oldest one where none is.
         """
         trusted = self._steps[-1 - WINDOW].number if len(self._steps) > WINDOW else 0
         best = max(self._evaluations, key=lambda one: one.accuracy).step if self._evaluations else trusted
-        needed = {step for step in snapshots if step > trusted}
-        return needed | {max((step for step in snapshots if step <= at), default=0) for at in (trusted, best)}
+        needed = {step for step in snapshots if step > trusted and step % every == 0}
+        oldest = next(iter(snapshots), 0)
+        return needed | {max((step for step in snapshots if step <= at), default=oldest) for at in (trusted, best)}
