@@ -5,13 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,15 +23,17 @@ from tests.support.faulty_engines import Wrapped
 from tests.support.run_results import Messages, untimed
 from torch import Tensor
 
-from trimtab.errors import DivergedError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
-from trimtab.trainer.checkpoint import store
+from trimtab.trainer import tasks
+from trimtab.trainer.checkpoint import snapshot, store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.trainer.run import train
+from trimtab.trainer.sinks import Sink
 from trimtab.types import Engine
 
 pytestmark = pytest.mark.e2e
@@ -77,16 +82,41 @@ def test_without_a_sign_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_after_so_many_returns_it_stops_with_the_last_good_policy(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with pytest.raises(DivergedError, match=r"the guard has returned 1 times.*step-\d+ has the last policy"):
-        train(recipe(*GUARD, *COLLAPSES, "guard.lr_factor=0.99", "guard.times=1"), out=out)
+def test_after_so_many_returns_it_stops_with_the_last_good_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, sent = tmp_path / "run", list[tuple[int, int]]()
+    sink = Sink(lambda step, metrics: sent.append((step, metrics["step"])), lambda: None)
+    monkeypatch.setattr("trimtab.trainer.run.open_sinks", lambda *_, **__: [sink])
+    sets = (*GUARD, *COLLAPSES, "guard.lr_factor=0.99")
+    with pytest.raises(DivergedError, match=r"the guard has returned 1 times.*step-\d+ has the last policy") as ended:
+        train(recipe(*sets, "guard.times=1"), out=out)
     rows = read_metrics(out / METRICS)
     assert rows[-1]["guard/returns"] == 2
     restored = store.latest(out / "checkpoints")
     assert restored is not None
     assert restored.step == rows[-1]["step"]
     assert rows[-1]["eval/sort/greedy"] == rows[0]["eval/sort/before"], "the policy before training is back"
+    assert all(step == logged for step, logged in sent)
+    with pytest.raises(DivergedError, match=re.escape(str(ended.value))):
+        train(recipe(*sets, "guard.times=1"), out=out, resume=True)
+    assert read_metrics(out / METRICS) == rows, "it does not go on"
+    train(recipe(*GUARD, *COLLAPSES, "guard.times=2", "guard.lr_factor=0.1"), out=out, resume=True)
+    assert read_metrics(out / METRICS)[-1]["updates"] == 16
+
+
+def test_a_guard_that_returned_cannot_be_left_out_later(saved: Path) -> None:
+    with pytest.raises(TrimtabError, match=r"has returned \d times.*resume it with guard\.on"):
+        train(recipe(*COLLAPSES, "trainer.steps=30"), out=saved, resume=True)
+
+
+def test_held_out_accuracy_has_the_name_that_the_task_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`task.name` of the recipe is "file" or "hf"; the metrics are named after the file or the data set."""
+    build = tasks.build
+    monkeypatch.setattr(tasks, "build", lambda name, **keywords: replace(cast(Any, build(name, **keywords)), name="a"))
+    out = tmp_path / "run"
+    train(recipe('guard.on=["reward"]', "guard.every=4", *COLLAPSES, "guard.lr_factor=0.1"), out=out)
+    assert any("accuracy" in row.get("guard/event", "") for row in read_metrics(out / METRICS))
 
 
 class LosesWeights(Wrapped):
@@ -115,9 +145,10 @@ def losing(first: int, *, for_good: bool) -> Any:
 LOSING = ("trainer.steps=16", "eval.every=0", "optim.lr=1e-4", "optim.warmup=0")
 
 
-def test_lost_weights_are_published_again_without_a_return(tmp_path: Path) -> None:
-    observer = Messages()
-    train(recipe(*GUARD, *LOSING), out=tmp_path / "run", engines=losing(8, for_good=False), observer=observer)
+@pytest.mark.parametrize("threads", [(), ("engine.workers=1", "trainer.max_lag=0")], ids=["one", "threads"])
+def test_lost_weights_are_published_again_without_a_return(tmp_path: Path, threads: tuple[str, ...]) -> None:
+    observer, config = Messages(), recipe(*GUARD, *LOSING, *threads)
+    train(config, out=tmp_path / "run", engines=losing(8, for_good=False), observer=observer)
     rows = read_metrics(tmp_path / "run" / METRICS)
     assert [row["step"] for row in rows] == list(range(1, 17))
     assert not any("guard/returns" in row for row in rows)
@@ -161,6 +192,40 @@ def test_losses_that_stay_infinite_end_the_run(tmp_path: Path, monkeypatch: pyte
     becomes_infinite(monkeypatch, range(6, 10_000))
     with pytest.raises(DivergedError, match="the guard has returned 3 times"):
         train(recipe(*GUARD, "trainer.steps=30", "eval.every=0"), out=tmp_path / "run")
+
+
+def test_a_return_that_no_step_followed_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    becomes_infinite(monkeypatch, range(16, 19))  # right after the return at step 4
+    out = tmp_path / "run"
+    train(recipe(*GUARD, *COLLAPSES, "guard.lr_factor=0.1", "trainer.minibatches=4", "trainer.steps=4"), out=out)
+    rows = read_metrics(out / METRICS)
+    assert rows[4]["guard/returns"] == 2
+    assert rows[4]["guard/continues_from"] == 0, "of the policy that step 4 had got back"
+    assert "accuracy" in rows[4]["guard/event"]
+    assert "nonfinite" in rows[4]["guard/event"]
+
+
+IDLE = ("trainer.max_idle_steps=2", "checkpoint.every=1", "eval.every=0", "trainer.steps=8")
+
+
+@pytest.mark.parametrize("sets", [("trainer.steps=10", "eval.every=0"), (*COLLAPSES, *IDLE)], ids=["nonfinite", "idle"])
+def test_killed_before_a_return_it_returns_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...]
+) -> None:
+    """A failed step, and one without a signal, are saved by a run without a guard: the return must not be lost."""
+    config = recipe(*GUARD, "guard.lr_factor=0.1", *sets)
+    for name in ("whole", "killed"):
+        with monkeypatch.context() as planted:
+            if COLLAPSES[0] not in sets:
+                becomes_infinite(planted, range(5, 8))
+            if name == "killed":
+                with planted.context() as dies:
+                    dies.setattr(snapshot, "go_back", Mock(side_effect=InterruptedError))
+                    with pytest.raises(InterruptedError):
+                        train(config, out=tmp_path / name)
+            train(config, out=tmp_path / name, resume=name == "killed")
+    assert any("guard/continues_from" in row for row in read_metrics(tmp_path / "whole" / METRICS))
+    assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
 
 
 def guarded_in_child(out: str, resume: bool, dies_in_return: bool) -> None:

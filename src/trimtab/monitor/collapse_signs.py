@@ -66,14 +66,15 @@ def trusted_step(steps: Sequence[Step]) -> int:
     return steps[-1 - WINDOW].number if len(steps) > WINDOW else 0
 
 
-def needed_snapshots(snapshots: Sequence[int], trusted: int, *others: int) -> set[int]:
+def needed_snapshots(snapshots: Sequence[int], trusted: int, *others: int, every: int = 1) -> set[int]:
     """Returns the steps of those snapshots that a return may need.
 
-    These are the ones after the `trusted` step, which not every rule has had the time to judge, the last one before
-    them, and the last one before each of the `others`.
+    These are the ones after the `trusted` step, which not every rule has had the time to judge, at multiples of
+    `every`, the last one before them, and the last one before each of the `others`; the oldest one where none is.
     """
-    newest = {step for step in snapshots if step > trusted}
-    return newest | {max((step for step in snapshots if step <= at), default=0) for at in (trusted, *others)}
+    newest = {step for step in snapshots if step > trusted and step % every == 0}
+    oldest = min(snapshots, default=0)
+    return newest | {max((step for step in snapshots if step <= at), default=oldest) for at in (trusted, *others)}
 
 
 def _since_the_start(name: str, steps: Sequence[Step]) -> bool:

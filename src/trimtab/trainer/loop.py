@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import DivergedError, Stopped
+from trimtab.errors import DivergedError, Stopped, TrimtabError
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import step_statistics
@@ -117,11 +117,9 @@ class Trainer:
         # 2. prepare, 3. update
         try:
             batch, stats = self._prepare_and_update(groups)
-        except DivergedError as error:
-            if self.guard is None or (sign := self.guard.nonfinite(error, self.step)) is None:
+        except DivergedError:
+            if self.guard is None or not self.guard.return_if_failed(self):
                 raise
-            self.guard.act(self, sign)
-            self.guard.raise_if_exhausted(self)
             return {}
         # 4. publish
         self._publish()
@@ -172,6 +170,8 @@ class Trainer:
             on_progress = partial(self.observer.phase, "update")
             return self.learner.update(batch.minibatches, on_progress, step=self.step + 1)
         except NonFiniteUpdateError as error:
+            if self.guard is not None:
+                self.guard.step_failed(error, self.step)
             if error.weights_are_good:
                 snapshot.save_if_unsaved(self)
             saved = self.run.checkpoints()
@@ -252,12 +252,13 @@ class Trainer:
             rows = batch.rows(stats, self.learner.mismatch_policy)
             trajectories.write(self.run.trajectory_file(self.step), rows, self.step)
         self.run.log(metrics)
-        sign = None if self.guard is None else self.guard.judge(metrics)
+        idle = self.idle.steps if self._is_idle_too_long() else 0
+        sign = None if self.guard is None else self.guard.judge(metrics, idle)
         returned = self.guard is not None and sign is not None and self.guard.act(self, sign)
         if not returned and (self._saves() or snapshot.has_improved(self, evaluated)):
             snapshot.save(self, evaluated)
         for sink in self.sinks:
-            sink.log(self.step, metrics)
+            sink.log(metrics["step"], metrics)
         self.observer.step(metrics)
 
     def _saves(self) -> bool:
@@ -278,6 +279,11 @@ class Trainer:
     def load_guard_state(self, saved: Mapping[str, Any]) -> None:
         if self.guard is not None:
             self.guard.load(self, saved)
+        elif saved.get("returns"):
+            raise TrimtabError(
+                f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "
+                "number of steps: resume it with guard.on"
+            )
 
     def needed_checkpoints(self) -> set[int]:
         """Returns the steps of checkpoints that the guard may return to."""
@@ -295,15 +301,13 @@ class Trainer:
 
     def _stop_if_idle(self, batch: Batch) -> None:
         """Saves a checkpoint and raises `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
-        limit = self.config.trainer.max_idle_steps
-        if limit and self.idle.steps >= limit and self.step < self.steps:
-            sign = None if self.guard is None else self.guard.no_signal(self.idle.steps, self.step)
-            if self.guard is not None and sign is not None:
-                self.guard.act(self, sign)
-                self.guard.raise_if_exhausted(self)
-                return
+        if self._is_idle_too_long():
             snapshot.save_if_unsaved(self)
             raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
+
+    def _is_idle_too_long(self) -> bool:
+        limit = self.config.trainer.max_idle_steps
+        return bool(limit) and self.idle.steps >= limit and self.step < self.steps
 
     def _observe_idle(self, batch: Batch) -> list[str]:
         """Updates the count of idle steps; returns the message for this step, if there is one."""

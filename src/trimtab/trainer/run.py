@@ -234,7 +234,7 @@ def build_trainer(
         learner=_build_learner(config, parts.objective, model, loaded, features),
         run=run,
         observer=observer,
-        guard=Guard(config) if config.guard.on else None,
+        guard=Guard(config, own.task.name) if config.guard.on else None,
         held_out=[HeldOut.build(evaluated, collector) for evaluated in (own, *others)],
     )
 

@@ -109,3 +109,13 @@ def test_text_of_others_is_neither_markup_nor_control(terminal: bool) -> None:
     text = played(terminal=terminal, words=HARMFUL)
     assert not [mark for mark in ("\x1b]", "\x07", "\x9b", "\u202e") if mark in text]
     assert text.count("\\x1b]0;owned") >= 2, "in the equation and in the table"
+
+
+def test_a_run_that_gets_longer_shows_its_new_length() -> None:
+    file = io.StringIO()
+    with progress_bar(PlainTextConsole(file=file, width=100)) as bar:
+        display = RunDisplay(bar)
+        display.started(load_config({}), "loss", 10, Path("runs/x"))
+        display.phase("collect", 2, 18)  # a guard has discarded 8 steps
+        display.step(STEP)
+    assert "step 3/18" in file.getvalue()

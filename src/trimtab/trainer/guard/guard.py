@@ -45,7 +45,7 @@ class GuardState:
 
     returns: number of returns so far. discarded: steps so far that do not count. lost: those that were sampled without
     the newest weights. published: k3 before these and in them, if their weights were published again after the last
-    step. marks: metrics that the next step will have.
+    step. marks: metrics that the next step will have. failed: the sign of a step that failed, until the run returns.
     """
 
     returns: int = 0
@@ -53,14 +53,18 @@ class GuardState:
     lost: list[int] = field(default_factory=list)
     published: list[float] = field(default_factory=list)
     marks: dict[str, Any] = field(default_factory=dict)
+    failed: list[Any] = field(default_factory=list)
 
 
 class Guard:
-    """The guard of a run. All ranks call it alike; the leader, which has the metrics, decides."""
+    """The guard of a run. All ranks call it alike; the leader, which has the metrics, decides.
 
-    def __init__(self, config: Config) -> None:
+    task: the name of the trained task, in the keys of its held-out accuracy.
+    """
+
+    def __init__(self, config: Config, task: str) -> None:
         self.config = config.guard
-        self._task = config.task.name
+        self._task = task
         self._sync_every = config.trainer.sync_every or 1
         self._steps = KeptSteps(self._task)
         self.state = GuardState()
@@ -76,12 +80,17 @@ class Guard:
         return max(1, self._sync_every >> self.state.returns)
 
     def begin(self, trainer: Guarded) -> None:
-        """Reads the logged steps of a resumed run; saves the policy of a new one before its first step."""
+        """Reads the logged steps of a resumed run, and returns if it was killed between a failed step and its return.
+
+        Saves the policy of a new run before its first step. Raises `DivergedError` for a run that the guard has ended.
+        """
         self._steps = KeptSteps(self._task, trainer.run.metrics(), self.state.lost)
         if trainer.step == 0:
             snapshot.save(trainer, {})
         most = -(-WINDOW // self.config.every) + 2
         trainer.observer.message(f"guard      watches {', '.join(self.config.on)}; keeps up to {most} more checkpoints")
+        self.return_if_failed(trainer)
+        self.raise_if_exhausted(trainer)
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is saved after this step."""
@@ -92,12 +101,17 @@ class Guard:
         marks, self.state.marks = self.state.marks, {}
         return marks | ({RETURNS: self.state.returns} if self.state.returns else {})
 
-    def judge(self, metrics: Mapping[str, Any]) -> Sign | None:
-        """Adds the metrics of a step; returns the first sign of a collapse in the steps so far."""
+    def judge(self, metrics: Mapping[str, Any], idle: int = 0) -> Sign | None:
+        """Adds the metrics of a step; returns the first sign of a collapse in the steps so far.
+
+        idle: number of the last steps that had no training signal, if a run without a guard would end here.
+        """
         sign = None
         if current_ranks().is_leader:
             self._steps.add(metrics)
             sign = self._not_repaired() or self._steps.sign(self.config.on)
+            if idle and (sign is None or sign.name == LOST):
+                sign = self._no_signal(idle) or sign
         data = json.loads(current_ranks().broadcast(json.dumps(sign).encode()))
         return None if data is None else Sign(*data)
 
@@ -115,21 +129,29 @@ class Guard:
         text = f"k3 is {short(now)} after the weights were published again, {short(before)} before they were lost"
         return Sign("mismatch", "publication", text, healthy)
 
-    def nonfinite(self, error: DivergedError, step: int) -> Sign | None:
-        """Returns the sign of updates that were not finite, after `step` finished steps; None if it is not watched."""
-        return Sign("nonfinite", "nonfinite", str(error), step) if "nonfinite" in self.config.on else None
-
-    def no_signal(self, idle: int, step: int) -> Sign | None:
+    def _no_signal(self, idle: int) -> Sign | None:
         """Returns the sign of steps without a training signal, unless the reward is as high as before them."""
-        if "reward" not in self.config.on:
+        if "reward" not in self.config.on or not self._steps.reward_is_low(idle):
             return None
-        low = current_ranks().broadcast_bool(self._steps.reward_is_low(idle))
         text = f"{idle} steps in a row had no training signal, and their reward is low"
-        return Sign("reward", "no-signal", text, max(step - idle, 0)) if low else None
+        return Sign("reward", "no-signal", text, ([0] * idle + self._steps.numbers)[-1 - idle])
+
+    def step_failed(self, error: DivergedError, step: int) -> None:
+        """Notes updates that were not finite, after `step` finished steps: a checkpoint of the failed step keeps it."""
+        if "nonfinite" in self.config.on:
+            self.state.failed = [*Sign("nonfinite", "nonfinite", str(error), step)]
+
+    def return_if_failed(self, trainer: Guarded) -> bool:
+        """Returns to an earlier policy if a step failed; whether it did. Raises `DivergedError` the last time."""
+        if not self.state.failed:
+            return False
+        self.act(trainer, Sign(*self.state.failed))
+        self.raise_if_exhausted(trainer)
+        return True
 
     def needed_checkpoints(self, trainer: Guarded) -> set[int]:
         """Returns the steps of checkpoints that must stay; of the leader, who deletes others."""
-        return self._steps.needed(self._snapshots(trainer))
+        return self._steps.needed(self._snapshots(trainer), self.config.every)
 
     def _snapshots(self, trainer: Guarded) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without those of discarded steps."""
@@ -144,12 +166,17 @@ class Guard:
         snapshots = [step for step in self._snapshots(trainer) if step <= sign.healthy] or self._snapshots(trainer)[:1]
         start = int(current_ranks().broadcast(json.dumps(snapshots[-1:]).encode())[1:-1])
         self.state.returns += 1
-        restored = snapshot.go_back(trainer, start, self.state.returns)
-        self.state.discarded = trainer.step - (start - restored["guard"].get("discarded", 0))
-        text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {start}"
-        self.state.marks = {CONTINUES_FROM: start, EVENT: text}
+        self.state.published, self.state.failed = [], []
+        restored = snapshot.go_back(trainer, start, self.state.returns)["guard"]
+        self.state.discarded = trainer.step - (start - restored.get("discarded", 0))
+        # A checkpoint that a return saved has the policy of an earlier step.
+        policy = restored.get("marks", {}).get(CONTINUES_FROM, start)
+        text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {policy}"
+        self._mark(text)
+        self.state.marks[CONTINUES_FROM] = policy
         trainer.learner.lr_factor = self.lr_factor
         if self.exhausted:
+            self.state.discarded += 1  # the step that logs the restored policy
             trainer.observer.message(f"{text}, for the last time")
             trainer.log_restored(self.marks())
             return True
@@ -158,10 +185,18 @@ class Guard:
         snapshot.save(trainer, {})
         return True
 
+    def _mark(self, text: str) -> None:
+        """Adds to the event that the next step logs."""
+        logged = self.state.marks.get(EVENT)
+        self.state.marks[EVENT] = text if logged is None else f"{logged}; {text}"
+
     def _publish_again(self, trainer: Guarded, sign: Sign) -> None:
+        """Publishes the weights again, and drops what was sampled without them."""
         trainer.publish_now()
+        _, meta, files = trainer.source.state(trainer.learner.updates)
+        trainer.source.rewind(meta, files, self.state.returns)
         text = f"step {trainer.step}: {sign.name}: {sign.text}; published the weights again"
-        self.state.marks = {EVENT: text}
+        self._mark(text)
         trainer.observer.message(text)
         if current_ranks().is_leader:
             self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ class KeptSteps:
             self._evaluations = [one for one in self._evaluations if one.step <= start]
             self._rebuild()
         (step,) = steps_of([row])
+        # As metrics.jsonl has them: a resumed run must judge the same.
+        step = replace(step, metrics={name: value for name, value in step.metrics.items() if math.isfinite(value)})
         self._steps.append(step)
         self._history.add(step)
         before = row.get(f"{self._task}/before")
@@ -86,12 +89,8 @@ class KeptSteps:
         fallen = accuracy_falls(self._evaluations) if evaluated and "reward" in on else None
         return fallen or first_sign(self._history.steps(), on)
 
-    def needed(self, snapshots: Sequence[int]) -> set[int]:
-        """Returns the steps of those checkpoints that a return may need.
-
-        These are the newest ones, which not every rule has had the time to judge, the last one before them, and the
-        last one before the best evaluation.
-        """
+    def needed(self, snapshots: Sequence[int], every: int) -> set[int]:
+        """Returns the steps of those checkpoints that a return may need; see `needed_snapshots`."""
         trusted = trusted_step(self._steps)
         best = max(self._evaluations, key=lambda one: one.accuracy).step if self._evaluations else trusted
-        return needed_snapshots(snapshots, trusted, best)
+        return needed_snapshots(snapshots, trusted, best, every=every)

@@ -95,7 +95,7 @@ class AsyncSource:
 
         An engine that is lost is started again; after `MAX_RESTARTS` losses the next one takes its place.
         """
-        with self._pause_engines(), ExitStack() as stack:
+        with self._pause_engines(abort=self._state.in_flight == "continue"), ExitStack() as stack:
             shared, living = None, [thread for thread in self._threads if not thread.is_lost]
             for thread, attempt in product(living, range(MAX_RESTARTS)):
                 try:
@@ -133,8 +133,7 @@ class AsyncSource:
             self.publish(tensors["engine"].items(), meta["published"])
 
     def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        self._abort()  # requests in progress are dropped, finished or not
-        with self._pause_engines():
+        with self._pause_engines(abort=True):  # requests in progress are dropped, finished or not
             for thread in self._threads:
                 thread.dropped, thread.version = True, None
             self._state.buffer.rewind(meta, halvings)
@@ -188,11 +187,11 @@ class AsyncSource:
             self._notify(line)
 
     @contextmanager
-    def _pause_engines(self) -> Iterator[None]:
+    def _pause_engines(self, *, abort: bool) -> Iterator[None]:
         state = self._state
         with state.buffer.changed:
             state.paused = True
-            if state.in_flight == "continue":
+            if abort:
                 self._abort()
             state.buffer.changed.notify_all()
             self._raise_error()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trimtab.trainer.guard.history import CONTINUES_FROM, KeptSteps
@@ -49,11 +50,23 @@ def test_an_evaluation_is_judged_once() -> None:
 
 def test_needed_checkpoints_are_the_young_ones_and_the_last_trusted_one() -> None:
     kept = KeptSteps("sort", [row(step) for step in range(1, 43)])
-    assert kept.needed([0, 10, 20, 30, 40]) == {20, 30, 40}
+    assert kept.needed([0, 10, 20, 30, 40], 10) == {20, 30, 40}
+    assert kept.needed(range(43), 10) == {22, 30, 40}, "not those of a smaller checkpoint.every"
+    assert kept.needed([25, 30, 35], 10) == {25, 30}, "the oldest one, if the guard was turned on later"
     kept.add(row(43, **accuracy(0.9)))
     kept = KeptSteps("sort", [row(step, **(accuracy(0.9) if step == 12 else {})) for step in range(1, 43)])
-    assert kept.needed([0, 10, 20, 30, 40]) == {10, 20, 30, 40}, "and the one before the best evaluation"
-    assert KeptSteps("sort").needed([0]) == {0}
+    assert kept.needed([0, 10, 20, 30, 40], 10) == {10, 20, 30, 40}, "and the one before the best evaluation"
+    assert KeptSteps("sort").needed([0], 10) == {0}
+
+
+def test_a_resumed_run_reads_the_same_as_a_running_one() -> None:
+    """metrics.jsonl has no infinity."""
+    before = [row(step) for step in range(1, 25)]
+    running, logged = (
+        KeptSteps("sort", [*before, *(row(step, **{"mismatch/k3": k3}) for step in range(25, 30))])
+        for k3 in (math.inf, None)
+    )
+    assert running.sign(["mismatch"]) == logged.sign(["mismatch"])
 
 
 def test_steps_left_out_are_not_read() -> None:
