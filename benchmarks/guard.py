@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="methods, regimes, or both")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after so many hours")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--factor", type=float, default=0.5, help="guard.lr_factor; another one: give other --results")
+    parser.add_argument("--factor", type=float, default=0.25, help="guard.lr_factor; another one: give other --results")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))

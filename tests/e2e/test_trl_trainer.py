@@ -158,7 +158,7 @@ def test_a_guard_puts_weights_back_and_goes_on_with_a_lower_rate(faults: dict[st
     assert ess["kept"] == [0, 4, 28, 32]
     (line,) = ess["said"]
     assert line.startswith("step 26: ess: effective sample size 0.")
-    assert line.endswith("; returned to the weights of step 4, with 0.5 of the learning rate")
+    assert line.endswith("; returned to the weights of step 4, with 0.25 of the learning rate")
     infinite = faults["infinite"]
     assert infinite["marks"] == [[7, 1.0, 0.0], [10, 2.0, 0.0]]
     assert infinite["same"]

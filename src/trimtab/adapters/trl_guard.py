@@ -50,7 +50,7 @@ class Guard:
 
     on: tuple[Watched, ...] = get_args(Watched)
     every: int = 10
-    lr_factor: float = 0.5
+    lr_factor: float = 0.25
     times: int = 3
 
     def __post_init__(self) -> None:
