@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -216,9 +216,9 @@ class LosesWeights:
         self.engine.update_weights(weights, version, as_is=as_is)
 
 
-def lost_weights(runs: int) -> Iterable[str]:
+def lost_weights(runs: int, names: Sequence[str]) -> Iterable[str]:
     """Runs whose sampler gets no new weights from a random step on: how the guard repairs them, by sampler."""
-    for name in ("on-policy", "bf16", "int8", "int4", "noise"):
+    for name in names or ("on-policy", "bf16", "int8", "int4", "noise"):
         outcomes: Counter[str] = Counter()
         delays: list[int] = []
         for seed in range(runs):
@@ -291,7 +291,7 @@ def main() -> None:
         print(*offline(), sep="\n")
         return
     if given.lost:
-        for line in lost_weights(given.lost):
+        for line in lost_weights(given.lost, given.only):
             print(line, flush=True)
         return
     if given.figure:

@@ -116,13 +116,14 @@ class Guard:
         return None if data is None else Sign(*data)
 
     def _not_repaired(self) -> Sign | None:
-        """Says that weights that were published again did not arrive: k3 is nearer to that without them."""
+        """Says that weights that were published again did not arrive: k3 is about that without them."""
         now = self._steps.last_k3
         if not self.state.published or math.isnan(now):  # not measured in this step: the next one decides
             return None
         (before, without), self.state.published = self.state.published, []
         now = max(now, EXACT)
-        if not math.log(now) > (math.log(before) + math.log(without)) / 2:
+        # Without the weights k3 keeps growing; with them it falls, though not to the same value at each publication.
+        if not math.log(now) > (math.log(before) + 3 * math.log(without)) / 4:
             return None
         first = min(self.state.lost[-SHIFT_STEPS:])
         healthy = max((number for number in self._steps.numbers if number < first), default=0)
