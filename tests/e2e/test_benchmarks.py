@@ -72,6 +72,7 @@ ROWS = {
     ),
     "generation": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "ratio of medians"),
     "gpu": Row("--small --out $OUT --parts setup step-64", r"\| 64 \| trimtab \| \d+\.\d\d"),
+    "guard": Row("--offline", r"did not fall: a sign in 9 of 445 runs"),
     "grid": Row(library=("methods", "oapl_lag", "routing", "corpus", "mask_widths", "claims", "alp_long")),
     "intervals": Row("--trials 5 --quick", "passes, 100.* coverage mean"),
     "invariant": Row("--model $TINY --threads 1 --rounds 1 --cases 8x4", "step +native .* ratio"),

@@ -76,7 +76,7 @@ def test_a_guard_drops_waiting_samples_and_sends_the_weights_that_it_puts_back(r
     assert found["refills"] == 2, "at the start, and after the waiting samples were dropped"
     assert found["versions"][1] > found["versions"][0]
     assert found["marks"] == [None, None, 2.0, None, None]
-    assert found["rates"] == [0.1, 0.1, 0.1, 0.05, 0.05]
+    assert found["rates"] == [0.1, 0.1, 0.1, 0.025, 0.025]
 
 
 def test_one_process_and_two_train_the_same_weights_with_any_micro_batches(

@@ -154,7 +154,7 @@ def test_a_guard_puts_weights_back_and_goes_on_with_a_lower_rate(faults: dict[st
     assert ess["marks"] == [[26, 1.0, 4.0]], "seen at three low steps of five, from 20 steps before"
     assert ess["same"], "weights and moments of the optimizer, bit for bit"
     assert ess["steps"] == 34
-    assert ess["rates"] == [1e-3] * 26 + [5e-4] * 8
+    assert ess["rates"] == [1e-3] * 26 + [2.5e-4] * 8
     assert ess["kept"] == [0, 4, 28, 32]
     (line,) = ess["said"]
     assert line.startswith("step 26: ess: effective sample size 0.")
@@ -165,7 +165,7 @@ def test_a_guard_puts_weights_back_and_goes_on_with_a_lower_rate(faults: dict[st
     assert infinite["finite"]
     # A schedule of 12 steps, which begins anew at each return.
     expected = (
-        [1 - step / 12 for step in range(7)] + [0.5 * (1 - step / 12) for step in range(3)] + [0.25, 0.25 * 11 / 12]
+        [1 - step / 12 for step in range(7)] + [(1 - step / 12) / 4 for step in range(3)] + [1 / 16, 11 / 12 / 16]
     )
     assert infinite["rates"] == pytest.approx([1e-3 * factor for factor in expected])
 
