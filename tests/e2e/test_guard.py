@@ -166,6 +166,25 @@ def test_weights_that_are_lost_for_good_are_a_reason_to_return(tmp_path: Path) -
     assert "publication" in rows[-1]["guard/event"]
 
 
+class FailsInTraining(Wrapped):
+    """Answers evaluations, and raises where a prompt has several samples."""
+
+    def generate(self, prompts: Any, samples: int, sampling: Any, **rest: Any) -> Any:
+        if samples > 1:
+            raise TrimtabError("the engine is broken")
+        return self.engine.generate(prompts, samples, sampling, **rest)
+
+
+def test_a_run_whose_first_step_fails_leaves_a_folder_that_can_be_used_again(tmp_path: Path) -> None:
+    def build(config: Config, loaded: LoadedModel, folder: Path) -> Sequence[Engine]:
+        return [FailsInTraining(engine) for engine in build_engines(config, loaded, folder, lambda _: None)]
+
+    config = recipe(*GUARD, "trainer.steps=1", "eval.problems=4")
+    with pytest.raises(TrimtabError, match="the engine is broken"):
+        train(config, out=tmp_path / "run", engines=build)
+    train(config, out=tmp_path / "run")
+
+
 def becomes_infinite(monkeypatch: pytest.MonkeyPatch, calls: range) -> None:
     """Plants a fault: the losses of these calls are infinite."""
     from trimtab.trainer.learner import Learner

@@ -29,6 +29,7 @@ from trimtab.runs.layout import (
     PROVENANCE,
     REPORT,
     TRAJECTORIES,
+    checkpoint_step,
     list_checkpoints,
     move_aside_after,
     trajectory_files,
@@ -178,9 +179,10 @@ class RunDirectory:
             self._discard_if_unused()
 
     def _discard_if_unused(self) -> None:
-        """Close, after removing the files of a new run that logged no step and wrote no checkpoint."""
-        if self._new and self._last_step is None and not self.checkpoints():
-            shutil.rmtree(self.model_folder, ignore_errors=True)
+        """Close, after removing the files of a new run that logged no step and wrote no checkpoint of one."""
+        if self._new and self._last_step is None and not any(map(checkpoint_step, self.checkpoints())):
+            for folder in (self.model_folder, self.checkpoint_root):
+                shutil.rmtree(folder, ignore_errors=True)
             for name in (METRICS, PROVENANCE, CONFIG):
                 (self.path / name).unlink(missing_ok=True)
         self.close()
