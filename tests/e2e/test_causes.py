@@ -61,7 +61,7 @@ def laboratory() -> Source:
 def bundled() -> Source:
     loaded = load(BUNDLED, dtype=torch.float32)
     asked = ([{"role": "user", "content": text}] for text in ASKED)
-    tokenizer: Any = loaded.tokenizer
+    tokenizer = loaded.tokenizer
     chats = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in asked]
     return Source(loaded.model, tokenizer, plant.prompts_of([*chats, *PLAIN], tokenizer), 2, max_tokens=48)
 

