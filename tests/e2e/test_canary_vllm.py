@@ -96,6 +96,37 @@ def test_a_stale_prefix_cache_is_caught(engine: Any, watch: Canary, monkeypatch:
         run_canary(watch, engine, model, 1)
 
 
+@pytest.mark.parametrize("fault", ["head", "cache"])
+def test_what_falls_behind_slowly_is_caught(
+    engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    model = policy()
+    run_canary(watch, engine, model, 0)
+    if fault == "head":
+        skip_unless_the_head_is_packed(engine)
+        monkeypatch.setattr(type(worker_of(engine)), "_repack_tied_head", lambda *_: None)
+    else:
+        monkeypatch.setattr(engine._runner._engine, "reset_prefix_cache", lambda: True)
+
+    def train() -> None:
+        for version in range(1, 80):
+            update(model, 4e-3, seed=version)
+            run_canary(watch, engine, model, version)
+
+    with pytest.raises(TrimtabError, match=r"of the policy's way back|was not taken over|prefix cache"):
+        train()
+
+
+@pytest.mark.parametrize("size", [0.01, 0.2])
+def test_a_skipped_update_is_caught(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    model = policy()
+    run_canary(watch, engine, model, 0)
+    update(model, size, seed=1)
+    monkeypatch.setattr(engine._runner, "load", lambda _: [])
+    with pytest.raises(TrimtabError, match=r"version 1.*version 0.*the update was skipped"):
+        run_canary(watch, engine, model, 1)
+
+
 def test_weights_that_vllm_leaves_out_are_an_error(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     run_canary(watch, engine, model, 0)

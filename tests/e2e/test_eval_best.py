@@ -43,3 +43,18 @@ def test_the_mean_of_two_metrics_selects_the_checkpoint(tmp_path: Path, other: s
     assert best.step == 1 + means.index(max(means))
     assert best.metric == "mean of eval/sort/avg@3, eval/held/avg@4"
     assert "eval/held/before" in rows[0]
+
+
+def test_another_metric_starts_anew_after_a_resume(tmp_path: Path, other: str) -> None:
+    first = ["checkpoint.every=1", "optim.lr=1e-3", "trainer.steps=2", "eval.best=eval/sort/greedy"]
+    train(recipe(other, *first), out=tmp_path / "run")
+    marked = best_checkpoint(tmp_path / "run" / "checkpoints")
+    assert marked is not None
+    assert marked.metric == "eval/sort/greedy"
+    # The checkpoint has no value of the new metric.
+    second = ["trainer.prompts=4", "eval.every=1", "eval.problems=8", "eval.samples=5", "checkpoint.every=1"]
+    second += ["optim.lr=1e-3", "trainer.steps=3", "eval.best=eval/sort/avg@5"]
+    train(load_config("laboratory", second), out=tmp_path / "run", resume=True)
+    marked = best_checkpoint(tmp_path / "run" / "checkpoints")
+    assert marked is not None
+    assert (marked.step, marked.metric) == (3, "eval/sort/avg@5")

@@ -103,3 +103,8 @@ def test_two_ranks_score_the_bits_of_one(python: forked.Run, tmp_path: Path) -> 
     one, two = (trajectories.read(tmp_path / name / "trajectories" / "step-000001.parquet") for name in ("one", "two"))
     for alone, shared in zip(one, two, strict=True):
         np.testing.assert_array_equal(alone.logp_proximal, shared.logp_proximal)
+
+
+def test_an_architecture_without_invariant_numerics_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match="covers llama"):
+        run(tmp_path / "run", INVARIANT, "model.path=laboratory-moe")

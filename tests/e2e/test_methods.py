@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.run_results import undocumented, untimed, weights
 
+from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.trainer import evaluation, rewards, tasks
 from trimtab.trainer.config import load_config
@@ -228,6 +229,17 @@ def test_luffy_joins_one_gold_answer_to_every_group(tmp_path: Path) -> None:
     own = [row.trajectory.reward for row in read if not row.trajectory.off_policy]
     assert rows[0]["reward/mean"] == pytest.approx(np.mean(own))
     assert rows[0]["mismatch/k3"] < 1e-6  # float32 on both sides; one external token in it would show
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "named"),
+    [("token-alp", "perturbation.layers=7-9", "layers"), ("soup", "prefix.rule=nonsense", "nonsense")],
+)
+def test_what_does_not_fit_is_refused(recipe: str, override: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match=named):
+        train(load_config(recipe, [*SMALL, override]), out=tmp_path / "run")
+    early = "layers" not in override  # how many layers there are is known from the model only
+    assert (tmp_path / "run").exists() != early
 
 
 def test_the_laboratory_folder_is_what_these_runs_start_from() -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,16 +15,39 @@ import pytest
 import torch
 from torch import Tensor
 
+from trimtab.trainer.models import bundled
 from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 
 pytestmark = pytest.mark.slow
 
+CONVERT = "from trimtab.trainer.models import bundled; print(bundled.folder())"
 TEXTS = [
     ("The capital of France is", " Paris, a city on the Seine known for its art and food."),
     ("Question: 17 + 25\nAnswer: 42\n\nQuestion: 31 + 46\nAnswer:", " 77\n"),
     ("def fibonacci(n):\n", "    if n < 2:\n        return n\n"),
 ]
+
+
+def start(cache: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "TRIMTAB_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", CONVERT], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_conversion_survives_a_kill_and_two_converters(tmp_path: Path) -> None:
+    name = f"{BUNDLED}-{bundled._find_gguf()[1]}"
+    killed = start(tmp_path)
+    while not list(tmp_path.glob(f".{name}-*/*")):  # until it writes the model
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / name).exists()
+
+    converters = [start(tmp_path), start(tmp_path)]
+    assert {converter.communicate()[0].strip() for converter in converters} == {str(tmp_path / name)}
+    assert sorted(path.name for path in tmp_path.iterdir()) in ([name], [name, f"{name}.lock"])
+    assert (tmp_path / name / "model.safetensors").stat().st_size > 500e6
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -28,6 +29,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     done = here("train", "quickstart", "--out", out, *words, cwd=out.parent)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
+
+
+def test_it_prints_the_equation_and_where_the_report_is(run: tuple[Path, str]) -> None:
+    out, text = run
+    assert "min(ρ_t, 2)" in text
+    assert str(out / "report.html") in text.replace("\n", "")
+    assert re.search(r"before.*after", text, re.DOTALL)
 
 
 def test_every_step_measures_the_engines_own_mismatch(run: tuple[Path, str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.support.ports import free_port
 from tests.support.ray_support import Cluster, local_cluster
+from tests.support.turns import check_episodes
 
 pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
@@ -182,3 +183,17 @@ def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster:
     steps = [row["step"] for row in read_metrics(out / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 3
+
+
+def test_episodes_over_rollout_actors(cluster: Cluster, tmp_path: Path) -> None:
+    """Each turn is a message of the actor that samples; the environments are in the trainer's process."""
+    places = [f"ray.address={cluster.address}", "ray.engines=2", "ray.start_timeout=90"]
+    sets = ["placement=ray", "trainer.steps=2", "trainer.prompts=4", "trainer.samples=4", "eval.problems=4"]
+    config = load_config("laboratory-tools", [*sets, *places, "log.trajectories_every=1", "checkpoint.every=0"])
+    run = train(config, out=tmp_path / "run", observer=NullObserver()).run
+    logged = read_metrics(run / "metrics.jsonl")
+    assert [row["episode/failed"] for row in logged] == [0, 0]
+    assert all(row["mismatch/k3"] < 0.05 for row in logged)
+    # A call in the last turn is counted and not made.
+    assert 0 < check_episodes(run) <= sum(row["episode/calls"] * 16 for row in logged)
+    assert not everyone(cluster)

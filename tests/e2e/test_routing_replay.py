@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from tests.programs import fsdp_worker
 from tests.support import forked
 from tests.support.run_results import untimed, weights
 
+from trimtab.errors import TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
-from trimtab.trainer.config import load_config
-from trimtab.trainer.models.load import load
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.trainer.run import EngineFactory, train
 from trimtab.trainer.sft import laboratory_folder
 
@@ -134,6 +137,14 @@ def test_prefixes_of_an_older_policy_bring_their_record(tmp_path: Path) -> None:
     assert [row["prefix/tokens"] > 0 for row in rows(out)] == [False, True, True]
     assert rows(out)[0]["routing/agreement"] == 1.0
     assert min(row["routing/agreement"] for row in rows(out)) < 1.0
+
+
+def test_an_engine_that_records_nothing_is_an_error_that_names_a_response(tmp_path: Path) -> None:
+    def forgetful(_config: Config, loaded: LoadedModel, _files: Path) -> Sequence[EmbeddedEngine]:
+        return [EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)]
+
+    with pytest.raises(TrimtabError, match=r"a response to problem '.+' comes without the experts of its tokens"):
+        run(tmp_path / "run", ROLLOUT, engines=forgetful)
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,33 @@ def test_a_killed_process_is_lost_and_comes_back(engine: RemoteEngine, number: s
     check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 5)
     engine.restart()  # alive: nothing to do, and nothing is forgotten
     check_exact(policy(seed=2), engine.generate(ASKED, 3, FORCED, seed=0), 5)
+
+
+ORPHAN = """
+import json, sys
+from tests.support.vllm_support import policy
+from trimtab.trainer.engines.remote.process_transport import ProcessTransport
+from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
+
+if __name__ == "__main__":
+    engine = RemoteEngine(ProcessTransport(json.loads(sys.argv[1]), threads=1))
+    engine.update_weights(policy().named_parameters(), 0)
+    print(engine.transport.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_it_ends_with_its_parent(spec: dict[str, Any], tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(ORPHAN)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(script), json.dumps(spec)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        family = [child, *child.children(recursive=True)]
+        parent.kill()
+    assert all(gone(process.pid) for process in family)
 
 
 def test_a_process_of_vllm_itself_that_dies_is_an_engine_that_died(

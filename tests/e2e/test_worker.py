@@ -135,8 +135,8 @@ def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: RemoteEngine
     assert engine.policy_version == 5
 
 
-def test_another_dtype_and_rounding_too(folder: Path) -> None:
-    dtype, rounding = "bfloat16", WeightQuantization(3, 0.05, 7)
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", WeightQuantization(3, 0.05, 7))])
+def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: WeightQuantization) -> None:
     spec = spec_of(folder, dtype, bits=rounding.bits or 8, noise=rounding.noise, seed=rounding.seed)
     engine, own = RemoteEngine(ProcessTransport(spec, threads=1)), local(dtype, rounding)
     engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)

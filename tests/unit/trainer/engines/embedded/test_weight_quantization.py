@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tests.support.engines import prompts, tiny, tokenizer, tokens
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices, quantize
 from trimtab.trainer.models.load import load
+from trimtab.trainer.run import build_parts
 from trimtab.types import SamplingParams
 
 FORCED = SamplingParams(max_tokens=12, ignore_stop=True)
@@ -146,3 +148,9 @@ def test_noise_repeats_with_its_version_and_has_the_size_asked_for() -> None:
     assert not any(torch.equal(first, other) for other in others)
     assert float((first - weight).std()) == pytest.approx(0.2, rel=0.05)
     assert float((first - weight).mean()) == pytest.approx(0.0, abs=0.02)
+
+
+def test_only_the_embedded_engine_rounds() -> None:
+    for word in ("engine.quantize=int8", "engine.noise=0.1"):
+        with pytest.raises(TrimtabError, match=r"need engine\.type = \"embedded\"; 'vllm' has other options"):
+            build_parts(load_config("laboratory", [word, "engine.type=vllm"]))
