@@ -46,8 +46,6 @@ VARIANTS = {
     ],
     "m2po": ["objective.name=m2po", "trainer.minibatches=2", "trainer.epochs=2"],
     "cispo": ["objective.name=cispo", "trainer.minibatches=2", "objective.kl_coef=0.05", "objective.entropy_coef=0.01"],
-    "m2po-mask": ["objective.name=m2po", "objective.form=mask", "trainer.minibatches=2", "trainer.epochs=2"],
-    "normalized": ["objective.name=seq-tis", "objective.normalize=true"],
     "calibrated": ["objective.name=icepop", "objective.calibrate=true", "objective.denominator=kept"],
 }
 # What only sharding has: a tied head, noise on its logits, and both of its options, which need several processes.
