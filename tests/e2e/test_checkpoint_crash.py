@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,19 +31,31 @@ class Writers:
         )
         self.unread = b""
 
-    def run(self, root: Path, first: int, *, same: bool, kill_at: int) -> int:
+    def run(self, root: Path, first: int, *, same: bool = False, kill_at: int = 0, kill_after: float = 0.0) -> int:
         """One writer, from start to death; returns the last serial it reported as saved (0: none)."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{root} {first} {int(same)} {kill_at}\n".encode())
-        promised = 0
-        while (words := self._line())[0] != "dead":
-            promised = int(words[1])
-        return promised
+        promised, writer = 0, 0
+        while True:
+            words = self._line(kill_after if writer else None)
+            if not words:
+                os.kill(writer, signal.SIGKILL)
+                kill_after = 0.0
+            elif words[0] == "writer":
+                writer = int(words[1])
+            elif words[0] == "saved":
+                promised = int(words[1])
+                kill_after *= random.random()
+            elif words[0] == "dead":
+                return promised
 
-    def _line(self) -> list[str]:
+    def _line(self, patience: float | None) -> list[str]:
+        """The next line, or nothing once `patience` seconds (0 or None: any time) went by without one."""
         assert self.process.stdout is not None
         while b"\n" not in self.unread:
-            assert select.select([self.process.stdout], [], [], 60)[0], "the writer hangs"
+            if not select.select([self.process.stdout], [], [], patience or 60)[0]:
+                assert patience, "the writer hangs"
+                return []
             self.unread += os.read(self.process.stdout.fileno(), 4096)
         line, _, self.unread = self.unread.partition(b"\n")
         return line.decode().split()
@@ -70,6 +84,19 @@ def check(root: Path, promised: int) -> int:
     assert len(values) == 3
     assert all(bool((tensor == serial).all()) for tensor in values)
     return serial
+
+
+def test_killed_at_random_moments(writers: Writers, tmp_path: Path) -> None:
+    random.seed(0)
+    serial, killed_inside, kills = 0, 0, 0
+    while kills < 14 or killed_inside < 3:
+        kills += 1
+        assert kills < 300, "the kills missed the writing: this test showed nothing"
+        promised = writers.run(tmp_path, serial + 1, kill_after=random.uniform(0.0005, 0.012))
+        serial = check(tmp_path, max(serial, promised))
+        killed_inside += any(item.name.startswith(atomic.TEMPORARY) for item in tmp_path.iterdir())
+        atomic.remove_leftovers(tmp_path)
+        assert not [item for item in tmp_path.iterdir() if not item.name.startswith("step-")]
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["next-step", "same-step"])

@@ -2,7 +2,7 @@
 
 Each line on standard input starts one forked writer (one import of torch serves them all): `ROOT FIRST SAME KILL_AT`.
 The writer saves steps FIRST, FIRST+1, ... (or FIRST again and again if SAME is 1), says so after each, and kills itself
-before its KILL_AT-th change of the disk.
+before its KILL_AT-th change of the disk (0: never, somebody else kills it).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def die_before(kill_at: int) -> None:
 
 
 def write_for_ever(root: Path, first: int, same: bool, kill_at: int) -> None:
-    die_before(kill_at)
+    if kill_at:
+        die_before(kill_at)
     for serial in count(first):
         store.save(root, first if same else serial, payload(serial), {"serial": serial})
         print("saved", serial, flush=True)
@@ -60,6 +61,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             write_for_ever(Path(root), int(first), same == "1", int(kill_at))
+        print("writer", child, flush=True)
         os.waitpid(child, 0)
         print("dead", flush=True)
 
