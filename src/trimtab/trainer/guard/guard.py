@@ -165,7 +165,7 @@ class Guard:
             self._publish_again(trainer, sign)
             return False
         snapshots = [step for step in self._snapshots(trainer) if step <= sign.healthy] or self._snapshots(trainer)[:1]
-        start = int(current_ranks().broadcast(json.dumps(snapshots[-1:]).encode())[1:-1])
+        (start,) = json.loads(current_ranks().broadcast(json.dumps(snapshots[-1:]).encode()))
         self.state.returns += 1
         self.state.published, self.state.failed = [], []
         restored = snapshot.go_back(trainer, start, self.state.returns)["guard"]
