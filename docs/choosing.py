@@ -52,9 +52,9 @@ def written(path: Path) -> str:
 
 
 def with_data(page: str) -> str:
-    """The page of the site: the tables of accuracies under the links to their files."""
+    """docs/results/presets.md on the site: the tables of accuracies under the links to their files."""
     for name in ("presets", "methods"):
-        link = f"[{name}.csv](results/data/{name}.csv).\n"
+        link = f"[{name}.csv](data/{name}.csv).\n"
         with (ROOT / "docs" / "results" / "data" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
             page = page.replace(link, f"{link}\n{table(list(csv.reader(file)))}")
     return page

@@ -68,8 +68,8 @@ def collect() -> None:
     docs = PAGES / "docs"
     for name in BUILT.values():
         (docs / page_of(name)).write_text(generator(name)["markdown"](), encoding="utf-8")
-    for name, change in (("methods", "with_code"), ("choosing", "with_data")):
-        page = docs / f"{name}.md"
+    for name, change, path in (("methods", "with_code", "methods.md"), ("choosing", "with_data", "results/presets.md")):
+        page = docs / path
         page.write_text(generator(name)[change](page.read_text(encoding="utf-8")), encoding="utf-8")
     (docs / "recipes.md").write_text(generator("recipes")["markdown"](), encoding="utf-8")
     for name in ("adapters", "detection"):

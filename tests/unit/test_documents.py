@@ -53,7 +53,7 @@ def test_the_lists_of_which_method_when_are_those_of_the_code() -> None:
 
 
 def measured(column: str) -> dict[str, float]:
-    """The highest accuracy of each preset in a column of the two tables that docs/choosing.md links."""
+    """The highest accuracy of each preset in a column of the two tables that docs/results/presets.md links."""
     best: dict[str, float] = {}
     for kind in ("presets", "methods"):
         head, *rows = csv.reader((DATA / f"{kind}.csv").read_text(encoding="utf-8").splitlines())

@@ -2,7 +2,7 @@
 
 Published sequence bounds were tuned on responses of thousands of tokens; on short ones they reject most of a healthy
 batch. A bound here is a quantile of the observed values, clamped to the range that published bounds span; shares
-and ranges: docs/choosing.md, "Bounds from the data".
+and ranges: docs/reference-choosing.md, "Bounds from the data".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The effect of each preset on the data at its first update: shares of tokens kept, clipped and weighted.
 
 w_t is the applied weight of trained token t: its gradient under the preset's loss, divided by the gradient that it
-would have if trainer and sampler were equal (docs/choosing.md):
+would have if trainer and sampler were equal (docs/reference-choosing.md):
 
     kept     share of t with w_t != 0
     changed  share of t with w_t != 0 that differs from the weight without any bound

@@ -34,7 +34,7 @@ OUTCOME_TOKENS = 100_000
 def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
     """Returns the outcomes of all presets on at most `OUTCOME_TOKENS` tokens, and the recommended one with its reason.
 
-    If a cause must be fixed first (docs/choosing.md), the reason names it, and no preset is recommended.
+    If a cause must be fixed first (docs/reference-choosing.md), the reason names it, and no preset is recommended.
     """
     sample = measured.sample
     stride = -(-sample.tokens // OUTCOME_TOKENS)  # shares of tokens and quantiles need fewer than causes do
