@@ -1,8 +1,8 @@
 """Rejection masks: rules that select, without gradient, the trained tokens or sequences to keep.
 
-A rule returns one value for each token, computed on the original mask; rules are ANDed. Formulas: docs/objectives.md,
-"Rejection". A new rule is a frozen dataclass that inherits from `Mask`, here or in your file:
-docs/objectives.md.
+A rule returns one value for each token, computed on the original mask; rules are ANDed. Formulas:
+docs/reference-objectives.md, "Rejection". A new rule is a frozen dataclass that inherits from `Mask`, here or in your
+file: docs/objectives.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sufficient statistics of log-ratios as sums and histograms, which `+` merges exactly over parts of a batch.
 
 The effective sample size, the Pearson correlation or the quantiles of a whole cannot be averaged from those of its
-parts. All values stay tensors, so that nothing synchronizes with the device. Formulas: docs/objectives.md, "Mismatch".
+parts. All values stay tensors: nothing synchronizes with the device. Formulas: docs/reference-objectives.md.
 """
 
 from __future__ import annotations

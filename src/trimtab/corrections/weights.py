@@ -4,7 +4,7 @@
     clip        min(max(rho, min), max)        Miles' clip mode
     mask        rho * [min <= rho <= max]      MIS, IcePop
 
-Bounds are on the ratio itself, never on its inverse or log, so they must enclose 1. docs/objectives.md, "Weights".
+Bounds are on the ratio itself, never on its inverse or log, so they must enclose 1 (docs/reference-objectives.md).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def write(objective: Parts, command: str) -> str:
         if "code" not in vars(type(part)):
             raise TrimtabError(
                 f"objective {objective.name!r}: {type(part).__name__} has no code to print: define its code(lines) "
-                "beside equation (docs/objectives.md)"
+                "beside equation (docs/reference-objectives.md)"
             )
     name = re.sub(r"\W+|^(?=\d)", "_", objective.name).rstrip("_").lower()
     functions, given = list[str](), dict[str, str]()

@@ -85,7 +85,7 @@ def mismatch(
 
     Metrics of parts of a batch merge with `+`. `finalize()` returns k1 k2 k3 chi2_token chi2_seq ess_token ess_seq
     ratio_mean ppl_ratio ppl_train pearson abs_diff_mean abs_diff_max ratio_min ratio_max ratio_q01..ratio_q99
-    ratio_bounded log_ratio_seq_max tokens sequences (docs/objectives.md). Raises `ValueError` as `correct`.
+    ratio_bounded log_ratio_seq_max tokens sequences (docs/reference-objectives.md). Raises `ValueError` as `correct`.
     """
     check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
     result = compute_correction(logp_train, logp_rollout, mask, sequence_ids=sequence_ids, measure=True)
