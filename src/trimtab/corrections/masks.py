@@ -405,8 +405,12 @@ def _sorted_values(
 ) -> tuple[Float[Tensor, "positions"], Int[Tensor, "sequences"]]:
     """Returns the values sorted within each sequence, and the place of each sequence's smallest one.
 
-    The values of untrained tokens come after all trained ones.
+    The values of untrained tokens come after all trained ones of the sequence, or of the batch.
     """
+    if sequences.ids is None:  # a row is a sequence: one sort along the rows, a third of the time
+        rows, time = values.shape
+        ordered = torch.where(sequences.mask, values, torch.inf).sort(dim=1).values
+        return ordered.reshape(-1), torch.arange(rows, device=values.device) * time
     count = sequences.lengths.numel()
     slots = torch.where(sequences.mask.reshape(-1), sequences.slots, count)  # untrained: after all sequences
     # Sorted by value, and then by sequence with a stable sort, which keeps the order by value inside each.
