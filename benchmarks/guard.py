@@ -4,6 +4,7 @@
     python benchmarks/guard.py --hours 0       # tables of the runs that are there
     python benchmarks/guard.py --figure docs/images/guard.png
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
+    python benchmarks/guard.py --changed       # of these, the runs that did not fall: trained with the guard
     python benchmarks/guard.py --lost 20       # samplers whose weights stop arriving at a random step
     python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
@@ -34,6 +35,7 @@ import pyarrow.parquet as pq
 from fair_map import BLUE, Store, train
 from fair_map import RESULTS as FAIR_MAP
 from trimtab.intervals import seed_interval
+from trimtab.monitor.collapse_signs import Sign
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import Config, load_config
@@ -47,8 +49,9 @@ from trimtab.trainer.run import train as train_run
 from trimtab.types import Engine
 
 RESULTS = FAIR_MAP.with_name("guard.parquet")
-PART, BASELINE = "guard", "baseline"
+PART, BASELINE, CHANGED = "guard", "baseline", "changed"
 LONG = "laboratory-long"
+UNHARMED = "did not fall"
 ON = 'guard.on=["reward","ess","mismatch","nonfinite"]'
 PROBLEMS = 512  # held-out problems of short runs; long runs are compared with stored ones, which have 128
 
@@ -155,10 +158,8 @@ def returned(row: dict[str, Any]) -> float:
     return max(found, default=0)
 
 
-def offline() -> Iterable[str]:
-    """Which stored runs of the fair map the guard would change, by how they ended without it."""
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    names: list[str] = []
+def signs(watched: Sequence[str] = ("reward", "ess", "mismatch")) -> Iterable[tuple[dict[str, Any], str, Sign | None]]:
+    """Yields each stored run of the fair map, how it ended without the guard, and the first sign in it."""
     for row in pq.read_table(FAIR_MAP).to_pylist():
         accuracy = dict(zip(row["curve_steps"], row["curve"], strict=True))
         steps, sign = KeptSteps("sort"), None
@@ -168,17 +169,47 @@ def offline() -> Iterable[str]:
             metrics |= {"eval/sort/before": accuracy[0]} if index == 0 else {}
             metrics |= {"eval/sort/greedy": accuracy[index + 1]} if index + 1 in accuracy else {}
             steps.add(metrics)
-            sign = sign or steps.sign(("reward", "ess", "mismatch"))
+            sign = sign or steps.sign(watched)
         change = row["curve"][-1] - row["curve"][0]
-        kind = "fell by .12 and more" if change < -0.12 else "did not fall" if change >= -0.02 else "fell a little"
+        yield row, "fell by .12 and more" if change < -0.12 else UNHARMED if change >= -0.02 else "fell a little", sign
+
+
+def offline() -> Iterable[str]:
+    """Which stored runs of the fair map the guard would change."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    names: list[str] = []
+    for row, kind, sign in signs():
         counts[kind][0] += sign is not None
         counts[kind][1] += 1
-        if sign is not None and kind == "did not fall":
+        if sign is not None and kind == UNHARMED:
             names.append(
                 f"  {row['regime']} {row['method']} seed {row['seed']} ({row['part']}): {sign.name} {sign.text}"
             )
     yield from (f"{kind}: a sign in {found} of {count} runs" for kind, (found, count) in counts.items())
     yield from names
+
+
+def changed(store: Store, out: Path, workers: int) -> Iterable[str]:
+    """Trains the runs that did not fall and have a sign, with the guard, and compares their accuracy."""
+    rows = [row for row, kind, sign in signs() if kind == UNHARMED and sign is not None]
+    unharmed = sum(kind == UNHARMED for _, kind, _ in signs())
+    differences: list[float] = []
+    for row in rows:
+        # Where a step has few updates, every step may be the last one before a collapse.
+        sets = [ON, f"guard.every={4 if row['planned_steps'] > 8 else 1}"]
+        plan = plan_experiment(
+            [row["method"]], [regime(row["regime"])], row["seed"] + 1, out / "changed", model=LONG, sets=sets
+        )
+        (run,) = (run for run in plan.runs if run.seed == row["seed"])
+        yield from train(CHANGED, [run], store, workers, math.inf)
+        with_guard = store.rows[CHANGED, row["method"], row["regime"], row["seed"]]
+        differences.append(result(with_guard) - row["accuracy"])
+        yield (
+            f"{row['regime']} {row['method']} seed {row['seed']}: {row['accuracy']:.3f} without, "
+            f"{result(with_guard):.3f} with, returned {returned(with_guard):g} times"
+        )
+    differences += [0.0] * (unharmed - len(rows))
+    yield f"with the guard less without, all {unharmed} runs: {interval(differences)}"
 
 
 def draw(store: Store, path: Path) -> None:
@@ -285,6 +316,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))
     parser.add_argument("--offline", action="store_true", help="signs in the stored runs of the fair map")
+    parser.add_argument("--changed", action="store_true", help="train those that did not fall and have a sign")
     parser.add_argument("--figure", type=Path, help="draw one run with and without the guard")
     parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
     parser.add_argument("--lost", type=int, metavar="RUNS", help="runs of each sampler that loses its weights")
@@ -299,6 +331,10 @@ def main() -> None:
         return
     if given.lost:
         for line in lost_weights(given.lost, given.only):
+            print(line, flush=True)
+        return
+    if given.changed:
+        for line in changed(Store.open(given.results), given.out, given.workers):
             print(line, flush=True)
         return
     if given.figure:
