@@ -1,4 +1,4 @@
-"""Prints what each adapter carries and refuses, the end of docs/adapters.md on the site: `python docs/adapters.py`."""
+"""Prints what each adapter carries and refuses, which the site appends to docs/reference-adapters.md (docs/site.py)."""
 
 from __future__ import annotations
 

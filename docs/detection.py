@@ -1,4 +1,4 @@
-"""Prints the thresholds of all detectors, which the site appends to docs/detection.md (docs/site.py).
+"""Prints the thresholds of all detectors, which the site appends to docs/reference-detection.md (docs/site.py).
 
 A threshold is a line `NAME = value  # meaning [what it was set on]` of a detector.
 """

@@ -73,7 +73,7 @@ def collect() -> None:
         page.write_text(generator(name)[change](page.read_text(encoding="utf-8")), encoding="utf-8")
     (docs / "recipes.md").write_text(generator("recipes")["markdown"](), encoding="utf-8")
     for name in ("adapters", "detection"):
-        with (docs / f"{name}.md").open("a", encoding="utf-8") as file:
+        with (docs / f"reference-{name}.md").open("a", encoding="utf-8") as file:
             file.write(f"\n{generator(name)['markdown']()}\n")
     (docs / "api").mkdir()
     for name, (title, *members) in API.items():

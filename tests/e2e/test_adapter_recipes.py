@@ -76,7 +76,7 @@ if __name__ == "__main__":
 
 
 def blocks(trainer: str) -> list[str]:
-    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference-adapters.md").read_text(encoding="utf-8")
     text = page.partition(f"\n## {trainer}\n")[2].partition("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 

@@ -1,5 +1,5 @@
 """Deliberate differences. Each test shows what the peer does, what we do instead, and that the difference is the whole
-of it: where a setting of ours gives the peer's number, it is reproduced. The table is in docs/frameworks.md."""
+of it: where a setting of ours gives the peer's number, it is reproduced. docs/reference-frameworks.md has the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASYMMETRIC = (0.99, 1.001)
 
 def test_docs_list_exactly_these_differences():
     here = set(re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.MULTILINE))
-    page = (Path(__file__).parents[2] / "docs/frameworks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference-frameworks.md").read_text()
     listed = re.findall(r"`(test_\w+)` \|$", page, re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert here - {"test_docs_list_exactly_these_differences"} == set(listed)

@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -341,9 +342,6 @@ def hydra() -> dict[str, Any] | str:
                 mask=[{"kind": "k3", "reduce": "mean", "max": 0.1}],
             ),
         ),
-        "function": difference(
-            ran(f"{loss}=trimtab-verl_losses:of_user", f"{key}.weight_max=1.3"), direct("token-tis", weight_max=1.3)
-        ),
         "refused": [
             refusal(composed, overrides)
             for overrides in (
@@ -371,11 +369,17 @@ def hydra() -> dict[str, Any] | str:
     }
 
 
-def of_user(weight_max: float = 2.0) -> Any:
-    """An objective of a user, as `module:function`."""
-    from trimtab.objectives import objective
-
-    return objective("token-tis", weight_max=weight_max)
+def documented() -> list[Any]:
+    """Loss and metrics with the lines of docs/adapters.md for the surrogate and the mask of docs/objectives.md."""
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^    (\S+=\S+)$", page.partition("### Your own mask")[2], flags=re.MULTILINE)
+    rollout, log_ratio = (torch.tensor(x).log() for x in ([[0.5, 0.5], [0.5, 0.004]], [[1.2, 0.8], [1.1, 1.5]]))
+    data = dict.fromkeys(("log_prob", "old_log_probs"), rollout + log_ratio)
+    data |= {"advantages": torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), "length": torch.tensor([2, 2])}
+    data["response_mask"] = torch.ones(2, 2, dtype=torch.bool)
+    actors = (actor_of(composed(overrides)) for overrides in (lines[:2], lines[2:]))
+    results = (run_config(actor, carried=rollout, data=data, ranks=1) for actor in actors)
+    return [[loss, sorted(metrics)] for loss, _, metrics in results]
 
 
 def settings() -> dict[str, list[str]]:

@@ -123,7 +123,7 @@ def test_every_example_is_linked_from_three_pages() -> None:
 
 def test_tests_named_on_the_page_of_frameworks_exist() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    page = (ROOT / "docs" / "frameworks.md").read_text()
+    page = (ROOT / "docs" / "reference-frameworks.md").read_text()
     named, paths = re.findall(r"`(test_\w+)`", page), re.findall(r"`(tests/[\w/.]+)`", page)
     assert named
     assert paths
@@ -158,8 +158,8 @@ def test_every_shipped_recipe_parses_and_names_a_known_objective(name: str) -> N
         objective(other)
 
 
-def test_contributing_lists_every_hook_of_a_feature() -> None:
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| hook | called | for |")[2].partition("\n\n")[0]
+def test_the_reference_of_features_lists_every_hook() -> None:
+    table = (ROOT / "docs" / "reference-features.md").read_text().partition("| hook | for |")[2].partition("\n\n")[0]
     listed = [
         name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1:2][0] if line else "")
     ]

@@ -77,7 +77,7 @@ def test_the_site_has_the_pages_that_are_not_committed(pages: Path) -> None:
     docs = pages / "docs"
     assert "| `mismatch/k3` |" in (docs / "metrics.md").read_text(encoding="utf-8")
     assert "## `[trainer]`" in (docs / "recipes.md").read_text(encoding="utf-8")
-    assert "## What is refused" in (docs / "adapters.md").read_text(encoding="utf-8")
+    assert "## What is refused" in (docs / "reference-adapters.md").read_text(encoding="utf-8")
     assert "(../docs/metrics.md)" in (docs / "evaluation.md").read_text(encoding="utf-8")
     methods = (docs / "methods.md").read_text(encoding="utf-8")
     for name in objectives():

@@ -18,5 +18,5 @@ To add a trainer:
 2. a row of `hooks.HOOKS`: the fields that it passes
 3. a table in `loss_settings`: settings of its own loss that have no effect beside an objective
 4. the lines that users write, in `adapter_lines`
-5. a call in tests/support/adapter_calls.py, which several suites run, and a section of docs/adapters.md
+5. a call in tests/support/adapter_calls.py, which several suites run, and a section of docs/reference-adapters.md
 """

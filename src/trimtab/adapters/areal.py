@@ -55,7 +55,7 @@ def install(objective: str | Objective | None = None, *, monitor: MonitorChoice 
     if controls and "WORLD_SIZE" not in os.environ:
         raise TrimtabError(
             "this process only starts those that train, so that install has no effect here: call it in the "
-            "constructor of an actor (docs/adapters.md)"
+            "constructor of an actor (docs/reference-adapters.md)"
         )
     setattr(module, FUNCTION, loss)
 

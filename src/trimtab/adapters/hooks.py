@@ -1,6 +1,6 @@
 """What the loss hook of each trainer passes on, and which objectives it can carry.
 
-Facts are those of docs/frameworks.md, with the versions read and how each was checked. A hook that lacks something an
+Facts are those of docs/adapters.md, with the versions read and how each was checked. A hook that lacks something an
 objective needs refuses it by name, with the reason: a correction that silently does nothing is worse than none.
 """
 

@@ -1,4 +1,4 @@
-"""Every number of a detector explains itself, and all of them are in one table (docs/detection.md)."""
+"""Every number of a detector explains itself, and all of them are in one table (docs/reference-detection.md)."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ to hold. What no detector explains is `unexplained`.
   signs            what tokens show where nothing is proven; candidates  ranks by them what it may be (candidates.toml)
 
 Another detector is a function of tokens and context in one of these files, entered in `search.STAGES`, and a row of
-causes.toml. Most numbers that decide stand above the detector that uses them, and all of them in docs/detection.md.
-Brackets behind a number are values that were measured, for a model, for weights of 4 or 8 bits, for the untouched
-streams of 12 models (bases), or with a planted fault (zoo, by `benchmarks/diagnosis_zoo.py`).
+causes.toml. Most numbers that decide stand above the detector that uses them, and all of them in
+docs/reference-detection.md. Brackets behind a number are values that were measured, for a model, for weights of 4 or 8
+bits, for the untouched streams of 12 models (bases), or with a planted fault (zoo, by `benchmarks/diagnosis_zoo.py`).
 """
 
 from trimtab.diagnosis.causes.search import find_candidates, find_causes

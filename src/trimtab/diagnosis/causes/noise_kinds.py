@@ -6,7 +6,7 @@ moves tokens of one group further, or tokens of one probability all one way, is 
 
 The run's recipe decides, if it lies next to the files. Otherwise size does, measured where the model is undecided, with
 trainer and sampler treated alike; and the token id, by which other weights shift a token alike in every context, and
-rounding does not. docs/detection.md has the measurements behind the borders.
+rounding does not. docs/reference-detection.md has the measurements behind the borders.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending c
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
 
 QUANTIZED = {"eight bits": (0.13, 0.44), "four bits": (0.39, 2.0)}
-"""Smallest and largest root mean square of logits that was measured, by the bits of weights (docs/detection.md)."""
+"""Smallest and largest measured root mean square of logits, by the bits of weights (docs/reference-detection.md)."""
 PARTS = 8
 """Number of parts, with equally many tokens, that depths and probabilities are split into."""
 

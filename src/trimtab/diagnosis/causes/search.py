@@ -47,7 +47,7 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     """Returns the causes, faults before noise and each most confident first; empty within the noise floor.
 
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
-    `measured.size`. without: names that are not looked for. Rules, and the columns that each needs: docs/detection.md.
+    `measured.size`. without: names that are not looked for. Rules: docs/reference-detection.md.
     """
     known = [find_placeholder(measured), find_nonfinite(measured.origin), find_above_zero(measured.sample)]
     causes = [cause for cause in known if cause is not None and cause.name not in without]

@@ -82,7 +82,7 @@ def _columns(path: Path) -> dict[str, Sequence[Any]]:
         sizes = [len(value) for value in payload.values() if getattr(value, "ndim", 0) == 2]
         if not sizes:
             raise TrimtabError(
-                f"{path} holds no tensors of shape (batch, time): see docs/frameworks.md for what is read"
+                f"{path} holds no tensors of shape (batch, time): see docs/reference-frameworks.md for what is read"
             )
         given, rows = payload, sizes[0]
     columns = {name: value for name, value in given.items() if isinstance(name, str) and _is_column(value, rows)}
