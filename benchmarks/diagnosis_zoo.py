@@ -49,12 +49,12 @@ Rows with several names, at the end: the kinds of a half that are right in all d
 PAGE = """# How good is the diagnosis?
 
 `python benchmarks/diagnosis_zoo.py{options}` plants every cause of a mismatch, alone and in pairs, at three strengths
-in {measured} measured and {exact} exact sets of log-probs, called bases. It diagnoses each: {count:,} data sets,
+in {measured} measured and {exact} exact sets of log-probs, called bases: {count:,} data sets,
 {seconds:.0f} s on one core.
 
 A data set counts as right where the first cause named is one that was planted. Where the noise of the base is more
-than half of k3, it may be named first instead of another temperature, truncation, old weights or routing. The
-thresholds were set with the seeds 0 to 5.
+than half of k3, it may be named first instead of another temperature, truncation, old weights or routing. Thresholds
+were set with the seeds 0 to 5.
 
 ## Goals
 
@@ -74,23 +74,22 @@ All data sets; the confidence stated for the first cause, and how often that cau
 
 ## Clean data
 
-Data without a fault, drawn many times: only the noise of the base may be named, or nothing. Bases that are not listed
-had no false alarm.
+Data without a fault: only the noise of the base may be named, or nothing. Other bases had no false alarm.
 
 {false_alarms}
 
 ## Faults nobody thought of
 
-Each cause is left out of the diagnosis in turn, and what it names is planted (5,000 tokens). Values that are not finite
-and padding on both sides leave all other tokens as they were: there the noise of the base is right. A copied column
-leaves no trace but the equality itself. The last row has the causes of which nothing else was named.
+Each cause is left out of the diagnosis in turn and planted (5,000 tokens). Values that are not finite and padding on
+both sides leave all other tokens as they were: there the noise of the base is right. A copied column leaves no trace
+but the equality itself. The last row has the causes of which nothing else was named.
 
 {left_out}
 
 ## Each fault
 
-Share right by number of tokens, over all bases and strengths. The last rows have the faults that are right at every
-size; pairs have 5,000 tokens only.
+Share right by number of tokens; pairs have 5,000 tokens only. The last rows have the faults that are right at every
+size.
 
 {variants}
 """

@@ -59,7 +59,7 @@ all with an aggregation in the table take `aggregation` (`token-mean`, `seq-mean
 """
 
 
-TASKS = "What they mean in prose, with examples: [tasks](tasks.md).\n"
+TASKS = "What they mean in prose, with examples: [reference](reference-tasks.md).\n"
 
 REWARDS = (
     "Beside `name`, `weight` and `timeout`. Without any `[[reward]]` the task's own reward is used. A "

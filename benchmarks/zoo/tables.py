@@ -84,7 +84,7 @@ def false_alarms(results: Sequence[Result]) -> str:
 
 
 def variants(results: Sequence[Result]) -> str:
-    """Share right by fault and size, over bases and strengths, and what is named most often where it is wrong.
+    """Share right by fault and size, over bases and strengths.
 
     The last rows have the names of all that are right at every size.
     """
@@ -95,10 +95,9 @@ def variants(results: Sequence[Result]) -> str:
         if all(result.right for result in group):
             right[shares].append(name)
             continue
-        wrong = [result for result in group if not result.right and result.cell.tokens >= LARGE]
-        rows.append([name, *shares, counted(wrong, 3)])
-    rows += [["; ".join(names), *shares, ""] for shares, names in right.items()]
-    return table(["planted", *(f"{size:,}" for size in sizes), "named where wrong, 5,000 tokens and more"], rows)
+        rows.append([name, *shares])
+    rows += [["; ".join(names), *shares] for shares, names in right.items()]
+    return table(["planted", *(f"{size:,}" for size in sizes)], rows)
 
 
 def _of_size(results: Sequence[Result], tokens: int) -> list[Result]:

@@ -71,7 +71,7 @@ class Connection:
             data = answer.get("data", {})
             text = f"{data.get('message', 'unknown error')} ({data.get('code', 'no code')})"
             if data.get("code") == "CAPACITY_REACHED":
-                text += ": raise max_concurrent_envs of the server (docs/environments.md, OpenEnv)"
+                text += ": raise max_concurrent_envs of the server (docs/reference-environments.md, openenv)"
             raise ServerError(text)
         return answer["data"]
 

@@ -1,4 +1,4 @@
-"""Rewards: `build(specs, task) -> Scorer`; see docs/tasks.md."""
+"""Rewards: `build(specs, task) -> Scorer`; see docs/reference-tasks.md."""
 
 from __future__ import annotations
 

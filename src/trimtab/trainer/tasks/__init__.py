@@ -1,4 +1,4 @@
-"""Tasks: `build(name, **options) -> Task`, a class per kind, whose fields are its options; see docs/tasks.md."""
+"""Tasks: `build(name, **options) -> Task`, a class per kind with options as fields; see docs/reference-tasks.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The `arithmetic` task of the quickstart: few-shot sums of two whole numbers.
 
-The wording decides where a small model starts; the measured table is in docs/tasks.md.
+The wording decides where a small model starts: docs/tasks.md says how far.
 """
 
 from __future__ import annotations

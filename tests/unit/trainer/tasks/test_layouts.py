@@ -1,7 +1,7 @@
 """Files as they are published: questions in several columns, answers with a unit, a JSON array, test rows alone.
 
-The table of docs/tasks.md is read here and every row of it tried: on rows in the layout of each data set, and on the
-real file where there is one.
+The table of docs/reference-tasks.md is read here and every row of it tried: on rows in the layout of each data set, and
+on the real file where there is one.
 """
 
 import json
@@ -16,7 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
 from trimtab.trainer.config import load_config
 
-TABLE = (Path(__file__).parents[4] / "docs" / "tasks.md").read_text().partition("### Published files")[2]
+TABLE = (Path(__file__).parents[4] / "docs" / "reference-tasks.md").read_text().partition("## Published files")[2]
 
 # Two rows of each layout, and what they must become. SVAMP and ASDiv are written after the published ones.
 ROWS = {
