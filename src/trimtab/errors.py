@@ -21,7 +21,7 @@ class TrimtabError(ValueError):
 
 
 class DivergedError(TrimtabError):
-    """The trained policy is no longer finite. An error for a single run, a result for a run of an experiment."""
+    """The trained policy has diverged. An error for a single run (exit code 3), a result for a run of an experiment."""
 
 
 class GuardStop(TrimtabError):

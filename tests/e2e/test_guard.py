@@ -23,6 +23,7 @@ from tests.support.faulty_engines import Wrapped
 from tests.support.run_results import Messages, untimed
 from torch import Tensor
 
+from trimtab.cli.main import run
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS, list_checkpoints
@@ -100,6 +101,7 @@ def test_after_so_many_returns_it_stops_with_the_last_good_policy(
     assert all(step == logged for step, logged in sent)
     with pytest.raises(DivergedError, match=re.escape(str(ended.value))):
         train(recipe(*sets, "guard.times=1"), out=out, resume=True)
+    assert run(["train", str(out / "config.toml"), "--out", str(out), "--resume"]) == 3, "a job script sees it"
     assert read_metrics(out / METRICS) == rows, "it does not go on"
     train(recipe(*GUARD, *COLLAPSES, "guard.times=2", "guard.lr_factor=0.1"), out=out, resume=True)
     assert read_metrics(out / METRICS)[-1]["updates"] == 16

@@ -1,4 +1,4 @@
-"""Entry point of the command line: registers the commands and prints user errors as one line with exit code 2.
+"""Entry point of the command line: registers the commands and prints user errors as one line.
 
 This module does not import torch, so that `trimtab --help` is fast.
 """
@@ -34,11 +34,11 @@ from trimtab.cli import (
 )
 from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.cli.output import echo
-from trimtab.errors import Stopped, TrimtabError, TrimtabWarning
+from trimtab.errors import DivergedError, Stopped, TrimtabError, TrimtabWarning
 from trimtab.plugins import only_named
 from trimtab.text import clean, without_credentials
 
-EXIT_USER_ERROR = 2
+EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3
 # Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.
 USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -110,8 +110,9 @@ for module in (train, describe, evaluate, diagnose, rescore, preflight, check_lo
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code.
 
-    0: success. 1: a check or a run failed. 2: a user error. 128 + n: stopped by signal n. Any other exception is a bug
-    and is raised with its traceback.
+    0: success. 1: a check or a run failed. 2: a user error. 3: the trained policy diverged, or its guard gave up, so
+    that the same command would fail again. 128 + n: stopped by signal n. Any other exception is a bug and is raised
+    with its traceback.
     """
     try:
         result = typer.main.get_command(app).main(
@@ -120,7 +121,7 @@ def run(arguments: Sequence[str]) -> int:
     except USAGE_ERROR as error:
         return _print_error(_usage_message(error))
     except TrimtabError as error:
-        return _print_error(str(error))
+        return _print_error(str(error), EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_USER_ERROR)
     except Interrupted as stop:
         echo(f"\ntrimtab: interrupted{f'; {stop}' if str(stop) else ''}", err=True)
         return stop.code
@@ -141,10 +142,10 @@ def _usage_message(error: Any) -> str:
     return f"{message} (see: {command} --help)"
 
 
-def _print_error(line: str) -> int:
+def _print_error(line: str, code: int = EXIT_USER_ERROR) -> int:
     if line:
         echo(_one_line(line), err=True)
-    return EXIT_USER_ERROR
+    return code
 
 
 def _one_line(text: str) -> str:
