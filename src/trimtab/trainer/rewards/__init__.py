@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -30,8 +29,6 @@ _BUILT_IN = {
 }
 """Name -> module and class, imported when used: some need heavy libraries."""
 
-Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, Any]]
-
 
 def names() -> list[str]:
     """Returns the names of the built-in rewards."""
@@ -43,29 +40,29 @@ def options(name: str) -> dict[str, FieldInfo]:
     return _class_of(name).model_fields
 
 
-def build(specs: Sequence[Spec], task: Task) -> Scorer:
+def build(specs: Sequence[RewardSpec], task: Task) -> Scorer:
     """Returns a scorer for these rewards, or for the task's rewards if `specs` is empty.
 
-    Each spec is `(name or callable, weight, timeout in seconds, options)`. The first is by convention the one that says
-    "correct". Build it before torch and models are loaded: it forks the process that will run untrusted rewards.
+    The first is by convention the one that says "correct". Build it before torch and models are loaded: it forks the
+    process that will run untrusted rewards.
 
     Raises `TrimtabError`: unknown reward or option (naming the nearest), a user function that cannot be imported.
     """
     return Scorer(weighted(specs, task))
 
 
-def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
+def weighted(specs: Sequence[RewardSpec], task: Task) -> list[Weighted]:
     """Returns the rewards of `build` without the processes that run them. Raises what `build` raises."""
     entries: list[Weighted] = []
-    for spec in specs or task.rewards:
-        given = RewardSpec(*spec)
+    labels: list[str] = []
+    for given in specs or task.rewards:
         label = given.name if isinstance(given.name, str) else getattr(given.name, "__name__", "reward")
-        same = sum(other.name == label or other.name.startswith(f"{label}-") for other in entries)
+        labels.append(label)
         if not math.isfinite(given.weight):
             raise TrimtabError(f"reward {label!r}: weight must be a finite number, got {given.weight}")
         if not 0 < given.timeout < math.inf:
             raise TrimtabError(f"reward {label!r}: timeout must be a positive number of seconds, got {given.timeout}")
-        name = f"{label}-{same + 1}" if same else label
+        name = f"{label}-{count}" if (count := labels.count(label)) > 1 else label
         entries.append(Weighted(name, given.weight, given.timeout, _built(label, given, task)))
     return entries
 
