@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trimtab.errors import EngineDeadError
 from trimtab.trainer.cluster.actors import ActorLost, ActorSlot, convert_ray_errors, get_result, kill_actor
-from trimtab.trainer.config import Config, RayConfig
+from trimtab.trainer.config import Config
 from trimtab.trainer.engines.remote.engine_host import CallResult, EngineHost
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, TransportLost
@@ -44,13 +44,13 @@ class EngineActor(EngineHost):
         super().__init__()
         self._ended: queue.SimpleQueue[EndedTurn] = queue.SimpleQueue()
 
-    def start_engine(self, spec: Mapping[str, Any], files: Mapping[str, bytes], shard_size: int) -> tuple[int, str]:
-        """Builds the engine from its specification and the files of its model; returns process id and node."""
+    def start_engine(self, config: Config, files: Mapping[str, bytes], threads: int) -> tuple[int, str]:
+        """Builds the engine of a recipe with the files of its model; returns process id and node."""
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-engine-")
-        self._shard_size = shard_size
+        self._shard_size = config.ray.shard_mib << 20
         for name, content in files.items():
             (Path(self._folder.name) / name).write_bytes(content)
-        self.build({**spec, "model": self._folder.name})
+        self.build(config, Path(self._folder.name), threads)
         return os.getpid(), os.uname().nodename
 
     def generate(self, engine: Engine, request: bytes) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,16 +88,15 @@ class RayTransport:
 
     pid = 0  # until the engine has started
 
-    def __init__(self, spec: Mapping[str, Any], slot: ActorSlot, publisher: WeightPublisher, config: RayConfig) -> None:
-        self._slot, self._publisher, self._config = slot, publisher, config
-        self._spec = {**spec, "threads": slot.threads}
+    def __init__(self, config: Config, folder: Path, slot: ActorSlot, publisher: WeightPublisher) -> None:
+        self._config, self._slot, self._publisher = config, slot, publisher
         # Without weights, which are published.
-        self._files = {item.name: item.read_bytes() for item in Path(spec["model"]).iterdir() if item.is_file()}
+        self._files = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
         self._start()
 
     def _start(self) -> None:
         self._host = self._slot.start(EngineActor)
-        self._starting = self._host.start_engine.remote(self._spec, self._files, self._config.shard_mib << 20)
+        self._starting = self._host.start_engine.remote(self._config, self._files, self._slot.threads)
         self._where = "the engine's actor"
         self.progress, self.turns, self._report = 0, list[EndedTurn](), None
 
@@ -110,7 +109,7 @@ class RayTransport:
         """
         try:
             with self._convert_loss():
-                self.pid, node = get_result(self._starting, self._config.start_timeout)
+                self.pid, node = get_result(self._starting, self._config.ray.start_timeout)
         except TransportLost as lost:
             raise EngineDeadError(str(lost)) from None
         self._where = f"process {self.pid} on {node}"
@@ -178,14 +177,10 @@ class RayTransport:
             raise TransportLost(self.describe(f"was lost ({error})")) from None
 
 
-def build_engines(config: Config, spec: Mapping[str, Any], slots: Sequence[ActorSlot]) -> list[RemoteEngine]:
-    """Starts one engine in each slot and returns them.
-
-    Raises:
-        TrimtabError: an engine cannot be built there, or its actor did not start within `ray.start_timeout` seconds.
-    """
+def build_engines(config: Config, folder: Path, slots: Sequence[ActorSlot]) -> list[RemoteEngine]:
+    """Starts one engine in each slot and returns them. folder: config, generation config and tokenizer of the model."""
     publisher = WeightPublisher(getattr(torch, config.engine.dtype), config.ray.shard_mib << 20)
-    transports = [RayTransport(spec, slot, publisher, config.ray) for slot in slots]
+    transports = [RayTransport(config, folder, slot, publisher) for slot in slots]
     for transport in transports:
         transport.wait_until_started()
     return [RemoteEngine(transport, hang_timeout=config.engine.hang_timeout) for transport in transports]

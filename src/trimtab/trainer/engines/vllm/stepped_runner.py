@@ -55,11 +55,7 @@ def import_vllm(*, eager: bool) -> None:
 
 
 def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
-    """Returns vLLM's engine arguments. The engine starts with dummy weights, to be replaced before it samples.
-
-    Raises:
-        TrimtabError: sampling masks are requested on a CPU.
-    """
+    """Returns vLLM's engine arguments. The engine starts with dummy weights, to be replaced before it samples."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     settings = config.vllm

@@ -42,11 +42,7 @@ class VllmEngine:
     """
 
     def __init__(self, model_folder: Path | str, tokenizer: Any, config: EngineConfig) -> None:
-        """Starts vLLM. `model_folder` holds config.json and optionally generation_config.json; weights are not read.
-
-        Raises:
-            TrimtabError: vLLM is missing or broken, or does not start with this configuration.
-        """
+        """Starts vLLM. `model_folder` holds config.json and optionally generation_config.json; weights are not read."""
         import_vllm(eager=config.vllm.eager)
         self.policy_version = 0
         self.decoded_tokens = 0
