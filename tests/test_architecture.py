@@ -43,9 +43,9 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.cluster": {"trainer", "trainer.config", "trainer.engines", "trainer.models", "runs"},
     "trainer.config": {"runs"},
     "trainer.engines": {"trainer.config", "trainer.models", "trainer.seeds", "trainer.processes"},
-    "trainer.environments": {"trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
+    "trainer.environments": {"trainer.config", "trainer.sandbox", "trainer.seeds", "trainer.chat_template"},
     "trainer.evaluation": {
-        *(f"trainer.{part}" for part in ("engines", "environments", "models", "rewards", "rollout", "tasks")),
+        *(f"trainer.{part}" for part in ("config", "engines", "environments", "models", "rewards", "tasks")),
         "intervals",
     },
     "trainer.features": {

@@ -252,11 +252,9 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
 def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
     from trimtab.trainer.config import load_config
     from trimtab.trainer.evaluation import TaskSpec
-    from trimtab.trainer.rollout.episode_responses import environment_spec
     from trimtab.types import RewardSpec
 
     config = load_config(name, changes)
     rewards = tuple(RewardSpec(reward.name, reward.weight, reward.timeout, reward.keywords) for reward in config.reward)
-    environment = environment_spec(config)
-    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens, environment)
+    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens, config.environment)
     return TaskChoice(spec, config.engine.dtype)

@@ -6,13 +6,14 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 
 from trimtab.errors import TrimtabError, error_text
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
 from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
 from trimtab.trainer.environments.formats import Call, Format, ToolError
@@ -23,30 +24,13 @@ from trimtab.types import Completion, Engine, EpisodeOutcome, FinishReason, Prob
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Bounds of an episode.
-
-    Attributes:
-        turns: turns of the model. A call in the last one is not made.
-        turn_tokens, observation_tokens: tokens of one turn and of one result; a longer result is cut in the middle.
-        timeout: seconds of one call of a method, also of the constructor, `reset`, `get_reward` and `close`.
-        answer: a regular expression that a last turn without a call must contain; None: any text but a blank one.
-    """
-
-    turns: int
-    turn_tokens: int
-    observation_tokens: int
-    timeout: float
-    answer: str | None = None
-
-
 class EpisodeRunner:
     """Starts the episodes of requests.
 
     Args:
         factory: makes an environment.
         form: how calls and results are written.
+        section: the bounds of an episode; its seconds hold for the constructor, `reset`, `get_reward`, `close` as well.
         tokenizer: encodes results.
         max_tokens: of a response, results included.
         encode_prompt: returns the prompt of a problem for a tokenizer.
@@ -58,15 +42,15 @@ class EpisodeRunner:
         self,
         factory: Callable[[], Any],
         form: Format,
-        limits: EpisodeLimits,
+        section: EnvironmentConfig,
         tokenizer: Any,
         max_tokens: int,
         encode_prompt: Callable[[Problem, Any], Prompt],
         max_prompt: int | None = None,
         concurrent_calls: int | None = None,
     ) -> None:
-        self.factory, self.form, self.limits = factory, form, limits
-        self.encoder = ResultEncoder(tokenizer, form, limits.observation_tokens)
+        self.factory, self.form, self.section = factory, form, section
+        self.encoder = ResultEncoder(tokenizer, form, section.max_observation_tokens)
         self.max_tokens, self.max_prompt = max_tokens, max_prompt
         self.encode_prompt = encode_prompt
         self.slots = None if concurrent_calls is None else threading.Semaphore(concurrent_calls)
@@ -104,11 +88,11 @@ class Episodes:
     def __init__(
         self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int, reset_seeds: Sequence[int]
     ) -> None:
-        self.max_turn_tokens = runner.limits.turn_tokens
+        self.max_turn_tokens = runner.section.max_turn_tokens or runner.max_tokens
         self._runner = runner
         self._group_size = samples
         self._episodes = [
-            Episode(prompt, seed, runner.limits.timeout)
+            Episode(prompt, seed, runner.section.timeout)
             for prompt, seed in zip(prompts, reset_seeds, strict=True)
             for _ in range(samples)
         ]
@@ -182,7 +166,7 @@ class Episodes:
         episode.length, episode.result, episode.call = n, None, None
         turn = int(completion.turn[-1])
         call = self._call(episode, completion)
-        if call is None or turn + 1 >= self._runner.limits.turns or episode.failure:
+        if call is None or turn + 1 >= self._runner.section.max_turns or episode.failure:
             episode.result = TurnResult.end("stop" if call is None else "length")
             return episode.result.finish_reason
         episode.calls += 1
@@ -259,7 +243,7 @@ class Episodes:
         begins = [turn.find(begin) for begin in getattr(self._runner.form, "begin", ()) if begin in turn]
         if begins:
             text = turn[: min(begins)]  # a call without its end is not an answer
-        answer = self._runner.limits.answer
+        answer = self._runner.section.answer
         if answer is None:
             return not text.strip()
         return re.search(answer, text) is None

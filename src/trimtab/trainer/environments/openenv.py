@@ -158,9 +158,6 @@ def openenv_class(options: Options) -> type:
     """Returns the class of the environments of a server, with a method for each of its tools.
 
     A server with MCP tools has these; another one has one tool, whose parameters are the fields of its action.
-
-    Raises:
-        TrimtabError: the server cannot be reached or has no action, or a package is not installed.
     """
     require_extra("openenv", "environment 'openenv'")
     call = in_background(lambda: _tools(options), CONNECT_SECONDS)

@@ -30,12 +30,7 @@ class Options(BaseModel):
 
 
 def build_pool(options: Options, timeout: float) -> PythonPool:
-    """Returns the pool that all environments of a run share. `timeout`: seconds after which a call is given up.
-
-    Raises:
-        TrimtabError: the sandbox cannot run here; the line says what installs it. The sandbox has no time to end a call
-            by itself before it is given up.
-    """
+    """Returns the pool that all environments of a run share. `timeout`: seconds after which a call is given up."""
     lowest = options.seconds + GRACE
     if timeout < lowest:
         raise TrimtabError(

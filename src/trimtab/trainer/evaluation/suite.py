@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments, rewards, tasks
-from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
+from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.evaluation.eval_results import EvalResult
 from trimtab.trainer.evaluation.eval_tables import Results
 from trimtab.trainer.evaluation.evaluator import evaluate, require_problems
 from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.rollout.episode_responses import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 DTYPES = ("bfloat16", "float32")
@@ -31,7 +31,7 @@ class TaskSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     reward: Sequence[RewardSpec] = ()
     max_tokens: int | None = None
-    environment: EnvironmentSpec | None = None
+    environment: EnvironmentConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Sampler:
 
 def compare(
     models: Sequence[ModelSpec | str],
-    specs: Sequence[TaskSpec | str],
+    specs: Sequence[TaskSpec],
     settings: Settings,
     *,
     progress: Callable[[str, int, int], None] | None = None,
@@ -112,22 +112,17 @@ def compare(
 
     Args:
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
-        specs: names of tasks or `TaskSpec`s.
         progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
         notes: lines below the tables, besides those of the tasks.
-
-    Raises:
-        TrimtabError: a task twice, tasks or models that cannot be used.
     """
     modes = settings.modes()
     model_specs = [
         ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model for model in models
     ]
-    task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
-        prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
+        prepared_tasks = _prepare_tasks(specs, settings, stack)  # before torch is imported: rewards fork
         for spec in model_specs:
             sampler = _open_model(spec, settings)
             for prepared in prepared_tasks:
@@ -161,7 +156,7 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
         environment = None if spec.environment is None else environments.build(spec.environment)
         if environment is not None:
             stack.callback(environment.close)
-            refuse_unused_rewards(environment, "[[reward]]" if spec.reward else None)
+            environment.refuse_unused_rewards("[[reward]]" if spec.reward else None)
         adapted = task if environment is None else environment.adapt(task)
         prepared_tasks.append(_PreparedTask(label, adapted, problems, scorer, environment))
     _require_distinct("task", [prepared.label for prepared in prepared_tasks])

@@ -61,7 +61,9 @@ def saying(value: Any) -> type[Tools]:
 
 
 def observation(tokenizer: Any, says: Any, limit: int = 100) -> str:
-    episodes = start(tokenizer, saying(says), limits=replace(LIMITS, observation_tokens=limit), max_tokens=2000)
+    episodes = start(
+        tokenizer, saying(says), limits=LIMITS.model_copy(update={"max_observation_tokens": limit}), max_tokens=2000
+    )
     return text_of(tokenizer, answer(episodes, append(tokenizer, None, "<echo></echo>")))
 
 

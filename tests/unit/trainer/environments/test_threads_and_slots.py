@@ -87,7 +87,7 @@ def test_a_constructor_that_hangs_costs_its_own_episode(tokenizer: Any) -> None:
             if next(numbers) == 3:
                 release.wait()
 
-    episodes = start(tokenizer, Hanging, samples=6, limits=replace(LIMITS, timeout=0.2))
+    episodes = start(tokenizer, Hanging, samples=6, limits=LIMITS.model_copy(update={"timeout": 0.2}))
     release.set()
     turn = append(tokenizer, None, "5")
     outcomes = [completion.outcome for completion in episodes.finish([[turn] * 6])[0]]
@@ -107,7 +107,7 @@ def test_an_environment_whose_reset_is_given_up_is_closed(tokenizer: Any) -> Non
         def close(self) -> None:
             closed.append(release.is_set())
 
-    start(tokenizer, Slow, samples=1, limits=replace(LIMITS, timeout=0.05)).close()
+    start(tokenizer, Slow, samples=1, limits=LIMITS.model_copy(update={"timeout": 0.05})).close()
     release.set()
     assert closed == [False]
 
