@@ -88,10 +88,7 @@ class RoutingReplay(Feature):
 
 
 def require_mixture(config: Config, model: Any) -> RouterInfo:
-    """Returns the sizes of a model's mixtures.
-
-    Raises `TrimtabError` for a model that is dense, or a mixture of experts of an unknown architecture.
-    """
+    """Returns the sizes of a model's mixtures; raises `TrimtabError` for a dense model."""
     info = router_info(model)
     if info.layers == 0:
         raise TrimtabError(
@@ -102,11 +99,7 @@ def require_mixture(config: Config, model: Any) -> RouterInfo:
 
 
 def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
-    """Returns the routed experts of one response, validated against this model.
-
-    Raises:
-        TrimtabError: there are none, not one for each token, or not of this model. The message names the response.
-    """
+    """Returns the routed experts of one response, validated against this model."""
     completion, name = trajectory.completion, f"a response to problem {trajectory.prompt.problem.id!r}"
     routes = completion.routed_experts
     if routes is None:
@@ -129,9 +122,6 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
             first sample are replayed there.
         time: padded length of the responses. Their last tokens are not run through the model and are `UNROUTED`, like
             padding.
-
-    Raises:
-        TrimtabError: see `check`.
     """
     records = [check(trajectory, routers) for trajectory in trajectories]
     prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
