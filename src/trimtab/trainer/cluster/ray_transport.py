@@ -105,7 +105,6 @@ class RayTransport:
 
         Raises:
             EngineDeadError: the actor was lost, or did not start within `ray.start_timeout` seconds.
-            TrimtabError: the engine cannot be built there.
         """
         try:
             with self._convert_loss():

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.files import sync
+from trimtab.trainer.models.sharding import shared_parameters
 
 ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
@@ -59,14 +60,8 @@ class WeightManifest:
     @classmethod
     def of(cls, model: Any) -> WeightManifest:
         """Returns the manifest of a transformers model on any device."""
-        state = model.state_dict(keep_vars=True)
-        first = {id(p): name for name, p in model.named_parameters()}
-        named = model.named_parameters(remove_duplicate=False)
-        return cls(
-            shapes={name: tensor.shape for name, tensor in state.items()},
-            aliases={name: first[id(p)] for name, p in named if first[id(p)] != name},
-            required=tuple(first.values()),
-        )
+        shapes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+        return cls(shapes, shared_parameters(model), tuple(name for name, _ in model.named_parameters()))
 
     @classmethod
     def read(cls, folder: Path | str) -> WeightManifest:

@@ -7,23 +7,24 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from trimtab.errors import TrimtabError, did_you_mean, explain
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import load_function
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.environment import check_class, describe_tool, required_parameters, tool_names
 from trimtab.trainer.environments.episodes import EpisodeRunner
 from trimtab.trainer.environments.formats import END, SHAPE, Chat, Fence, Format, Tag, build_format
 from trimtab.trainer.environments.swap_environment import SwapEnvironment
+from trimtab.trainer.registry import Registry
 from trimtab.types import Problem, Prompt, Task
 
-T = TypeVar("T", bound=BaseModel)
-
-NAMES = ("python", "swap", "openenv")
-"""The names of the built-in environments."""
+OWN = "write your own as module:Class"
+KINDS = Registry(
+    "environment",
+    {"openenv": "environments.openenv:Options", "python": "environments.python_environment:Options"},
+    OWN,
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _class_of(name: str) -> Any:
     if name == "swap":
         return SwapEnvironment
     if ":" not in name:
-        raise TrimtabError(f"unknown environment {name!r}{did_you_mean(name, NAMES)}; write your own as module:Class")
+        raise TrimtabError(f"unknown environment {name!r}{did_you_mean(name, ['swap', *KINDS.classes])}; {OWN}")
     module, _, kind = name.partition(":")
     if "<locals>" in kind or (module == "__main__" and not hasattr(sys.modules["__main__"], kind)):
         last = kind.rpartition(".")[2]
@@ -152,7 +153,7 @@ def _class_of(name: str) -> Any:
 def _python(section: EnvironmentConfig) -> BuiltEnvironment:
     from trimtab.trainer.environments.python_environment import Options, PythonEnvironment, build_pool
 
-    options = _options(Options, section)
+    options: Options = KINDS.read("python", section.keywords)
     pool = build_pool(options, section.timeout)
     factory = functools.partial(PythonEnvironment, pool, stateful=options.stateful)
     return BuiltEnvironment(section, "python", PythonEnvironment, factory, pool.close, options.workers)
@@ -161,14 +162,7 @@ def _python(section: EnvironmentConfig) -> BuiltEnvironment:
 def _openenv(section: EnvironmentConfig) -> BuiltEnvironment:
     from trimtab.trainer.environments.openenv import Options, openenv_class
 
-    options = _options(Options, section)
+    options: Options = KINDS.read("openenv", section.keywords)
     kind = openenv_class(options)
     check_class(kind, "openenv")
     return BuiltEnvironment(section, "openenv", kind, functools.partial(kind, options))
-
-
-def _options(options: type[T], section: EnvironmentConfig) -> T:
-    try:
-        return options(**section.keywords)
-    except ValidationError as error:
-        raise TrimtabError(f"environment {section.name!r}: {explain(error, options.model_fields)}") from None

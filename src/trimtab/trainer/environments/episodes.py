@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -24,10 +24,11 @@ from trimtab.types import Completion, Engine, EpisodeOutcome, FinishReason, Prob
 T = TypeVar("T")
 
 
+@dataclass
 class EpisodeRunner:
-    """Starts the episodes of requests.
+    """What the episodes of all requests have in common.
 
-    Args:
+    Attributes:
         factory: makes an environment.
         form: how calls and results are written.
         section: the bounds of an episode; its seconds hold for the constructor, `reset`, `get_reward`, `close` as well.
@@ -38,29 +39,18 @@ class EpisodeRunner:
         concurrent_calls: how many calls may run at a time; a call that waits for its turn uses up no time. None: all.
     """
 
-    def __init__(
-        self,
-        factory: Callable[[], Any],
-        form: Format,
-        section: EnvironmentConfig,
-        tokenizer: Any,
-        max_tokens: int,
-        encode_prompt: Callable[[Problem, Any], Prompt],
-        max_prompt: int | None = None,
-        concurrent_calls: int | None = None,
-    ) -> None:
-        self.factory, self.form, self.section = factory, form, section
-        self.encoder = ResultEncoder(tokenizer, form, section.max_observation_tokens)
-        self.max_tokens, self.max_prompt = max_tokens, max_prompt
-        self.encode_prompt = encode_prompt
-        self.slots = None if concurrent_calls is None else threading.Semaphore(concurrent_calls)
+    factory: Callable[[], Any]
+    form: Format
+    section: EnvironmentConfig
+    tokenizer: Any
+    max_tokens: int
+    encode_prompt: Callable[[Problem, Any], Prompt]
+    max_prompt: int | None = None
+    concurrent_calls: int | None = None
 
-    def start(self, prompts: Sequence[Prompt], samples: int, *, reset_seeds: Sequence[int]) -> Episodes:
-        """Resets an environment for each of `samples` responses to each prompt.
-
-        `reset_seeds` has a seed for each prompt (see `reset_seed`), which all responses to it share.
-        """
-        return Episodes(self, prompts, samples, reset_seeds)
+    def __post_init__(self) -> None:
+        self.encoder = ResultEncoder(self.tokenizer, self.form, self.section.max_observation_tokens)
+        self.slots = None if self.concurrent_calls is None else threading.Semaphore(self.concurrent_calls)
 
     def generate(
         self,
@@ -73,7 +63,7 @@ class EpisodeRunner:
         reset_seeds: Sequence[int],
     ) -> list[list[Completion]]:
         """Returns the responses of one `generate` call, whose seed is `seed`, with their outcomes."""
-        with contextlib.closing(self.start(prompts, samples, reset_seeds=reset_seeds)) as episodes:
+        with contextlib.closing(Episodes(self, prompts, samples, reset_seeds)) as episodes:
             completions = engine.generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
             return episodes.finish(completions)
 
@@ -81,8 +71,9 @@ class EpisodeRunner:
 class Episodes:
     """The episodes of one request (`types.TurnHandler`), through all its `generate` calls.
 
-    Pass `prompts` and `samples` to the engine. If `reset` returned one text for each problem, the responses to it
-    share a prompt; otherwise each response of the request has a separate one.
+    An environment is reset for each of `samples` responses to each prompt; `reset_seeds` has a seed for each prompt
+    (see `reset_seed`), which all responses to it share. Pass the attributes `prompts` and `samples` to the engine: if
+    `reset` returned one text for each problem, the responses to it share a prompt; otherwise each has a separate one.
     """
 
     def __init__(

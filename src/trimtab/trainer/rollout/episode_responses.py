@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
+from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes, reset_seed
 from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import Completion, Prompt
@@ -31,7 +31,7 @@ class EpisodeResponses(Responses):
         prompts, samples = self.prompts(request), self.config.trainer.samples
         # A group's environments are the same, whatever request it belongs to.
         seeds = [reset_seed(self.config.seed, number) for number in request.numbers]
-        with closing(self.runner.start(prompts, samples, reset_seeds=seeds)) as episodes:
+        with closing(Episodes(self.runner, prompts, samples, seeds)) as episodes:
             completions = sampler.generate(
                 episodes.prompts, episodes.samples, self.sampling, seed=self.seed(request), turns=episodes
             )

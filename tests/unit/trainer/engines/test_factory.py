@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,7 @@ def test_shares_of_the_gpus() -> None:
 
 def sent(value: Any) -> Any:
     """What arrives in another process."""
-    here, there = multiprocessing.Pipe()
-    here.send(value)
-    return there.recv()
+    return ForkingPickler.loads(ForkingPickler.dumps(value))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_an_engine_elsewhere_is_built_from_the_recipe_and_the_files_of_the_model(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def start(
     tools = tuple(tool_names(kind))
     runner = EpisodeRunner(kind, form or Tag(tools), limits, tokenizer, max_tokens, encode)
     problem = Problem("p1", "How much?", "3", {"level": 2})
-    return runner.start([encode(problem, tokenizer)], samples, reset_seeds=[0])
+    return Episodes(runner, [encode(problem, tokenizer)], samples, [0])
 
 
 def encode(problem: Problem, tokenizer: Any) -> Prompt:
@@ -224,8 +224,7 @@ def test_errors_of_a_tool_are_reported_to_the_model(tokenizer: Any, text: str, o
 
 
 def test_an_environment_that_hangs_costs_its_episode(tokenizer: Any) -> None:
-    limits = EnvironmentConfig(name="class", max_turns=3, max_turn_tokens=64, max_observation_tokens=16, timeout=0.2)
-    episodes = start(tokenizer, Rewarding, limits=limits)
+    episodes = start(tokenizer, Rewarding, limits=LIMITS.model_copy(update={"timeout": 0.2}))
     hanging, adding = append(tokenizer, None, "<hang></hang>"), append(tokenizer, None, "<add>2</add>")
     assert answer(episodes, hanging).finish_reason == "stop"
     assert text_of(tokenizer, answer(episodes, adding, sample=1)) == "<output>2</output>"
@@ -299,9 +298,8 @@ def test_a_result_that_does_not_fit_ends_the_episode(tokenizer: Any) -> None:
     ],
 )
 def test_void_turns(tokenizer: Any, pattern: str | None, text: str, void: bool) -> None:
-    limits = LIMITS.model_copy(update={"answer": pattern})
     turn = append(tokenizer, None, text)
-    [[one, _]] = start(tokenizer, limits=limits).finish([[turn, turn]])
+    [[one, _]] = start(tokenizer, limits=LIMITS.model_copy(update={"answer": pattern})).finish([[turn, turn]])
     assert one.outcome is not None
     assert one.outcome.void == void
 

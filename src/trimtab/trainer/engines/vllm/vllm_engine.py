@@ -70,8 +70,6 @@ class VllmEngine:
         """See `types.Engine`. Entropies are not reported.
 
         Raises:
-            TrimtabError: as the embedded engine; nothing was published yet; truncated sampling without
-                `engine.vllm.sampling_mask`; vLLM returned a token without its log-prob.
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
         self._check(prompts, samples, sampling, seed)
@@ -138,10 +136,8 @@ class VllmEngine:
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """See `types.Engine`. `as_is` has no effect: vLLM's own quantization cannot be switched off.
 
-        Raises:
-            TrimtabError: the weights are not those of the model (`WeightManifest.check`), and none is passed to vLLM;
-                or vLLM did not load one.
-            EngineDeadError: one of vLLM's own processes died (tensor parallelism).
+        Weights that are not those of the model (`WeightManifest.check`) are not passed to vLLM. Raises
+        `EngineDeadError` if one of vLLM's own processes died (tensor parallelism).
         """
         del as_is
         dtype = getattr(torch, self._config.dtype)
