@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.plugins import load_function
@@ -30,22 +31,26 @@ KINDS = Registry(
 )
 
 
-def build(specs: Sequence[RewardSpec], task: Task) -> Scorer:
+Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, Any]]
+
+
+def build(specs: Sequence[Spec], task: Task) -> Scorer:
     """Returns a scorer for these rewards, or for the task's rewards if `specs` is empty.
 
-    The first is by convention the one that says "correct". Build it before torch and models are loaded: it forks the
-    process that will run untrusted rewards.
+    Each spec is `(name or callable, weight, timeout in seconds, options)`. The first is by convention the one that says
+    "correct". Build it before torch and models are loaded: it forks the process that will run untrusted rewards.
 
     Raises `TrimtabError`: unknown reward or option (naming the nearest), a user function that cannot be imported.
     """
     return Scorer(weighted(specs, task))
 
 
-def weighted(specs: Sequence[RewardSpec], task: Task) -> list[Weighted]:
+def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
     """Returns the rewards of `build` without the processes that run them. Raises what `build` raises."""
     entries: list[Weighted] = []
     labels: list[str] = []
-    for given in specs or task.rewards:
+    for spec in specs or task.rewards:
+        given = RewardSpec(*spec)
         label = given.name if isinstance(given.name, str) else getattr(given.name, "__name__", "reward")
         labels.append(label)
         if not math.isfinite(given.weight):
