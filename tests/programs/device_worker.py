@@ -27,7 +27,7 @@ from tests.support.run_results import untimed, weights
 from trimtab.runs.layout import list_checkpoints
 from trimtab.trainer import build_model, run
 from trimtab.trainer.config import load_config
-from trimtab.trainer.evaluation import Settings, TaskSpec, compare
+from trimtab.trainer.evaluation import Settings, compare
 from trimtab.trainer.export import export
 from trimtab.trainer.models import laboratory, load
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
@@ -90,7 +90,7 @@ def continued(out: Path, overrides: list[str]) -> dict[str, Any]:
     for device in (DEVICE, torch.device("cpu")):
         load.default_device = lambda device=device: device
         settings = Settings(problems=32, dtype="float32")
-        results += compare([model], [TaskSpec(config.task.name)], settings).measured.values()
+        results += compare([model], [config.task.name], settings).measured.values()
     return {
         "rows": [untimed(out / "whole"), untimed(resumed)],
         "equal": {name: all(torch.equal(a[key], b[key]) for key in a) for name, (a, b) in tensors.items()},

@@ -102,7 +102,7 @@ class _Sampler:
 
 def compare(
     models: Sequence[ModelSpec | str],
-    specs: Sequence[TaskSpec],
+    specs: Sequence[TaskSpec | str],
     settings: Settings,
     *,
     progress: Callable[[str, int, int], None] | None = None,
@@ -112,6 +112,7 @@ def compare(
 
     Args:
         models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
+        specs: names of tasks or `TaskSpec`s.
         progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
         notes: lines below the tables, besides those of the tasks.
     """
@@ -119,10 +120,11 @@ def compare(
     model_specs = [
         ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model for model in models
     ]
+    task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
-        prepared_tasks = _prepare_tasks(specs, settings, stack)  # before torch is imported: rewards fork
+        prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
         for spec in model_specs:
             sampler = _open_model(spec, settings)
             for prepared in prepared_tasks:
