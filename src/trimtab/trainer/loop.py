@@ -238,7 +238,7 @@ class Trainer:
             weights_altered=self.config.engine.changes_weights,
         )
         for held_out in self.held_out:
-            self.observer.evaluated(held_out.of.task.name, moment, measured[held_out.of.metrics[0]])
+            self.observer.evaluated(held_out.evaluated.task.name, moment, measured[held_out.evaluated.metrics[0]])
         return measured
 
     def _is_due(self, every: int) -> bool:

@@ -57,10 +57,10 @@ class EngineActor(EngineHost):
         return _pickle(super().generate(engine, *_unpickle(request)))
 
     def update_weights(self, engine: Engine, stored: StoredWeights, as_is: bool) -> None:
-        engine.update_weights(unpack(fetch_shards(stored.references)), stored.version, as_is=as_is)
+        engine.update_weights(unpack_shards(fetch_shards(stored.references)), stored.version, as_is=as_is)
 
     def named_weights(self, engine: Engine) -> StoredWeights:
-        return store_shards(pack(engine.named_weights(), self._shard_size), engine.policy_version)
+        return store_shards(pack_shards(engine.named_weights(), self._shard_size), engine.policy_version)
 
     def send_turn(self, turn: EndedTurn) -> None:
         self._ended.put(turn)
@@ -147,7 +147,7 @@ class RayTransport:
                 value = _unpickle(value)
             if error is None and self._method == "named_weights":
                 # Objects stay in the store while one of their tensors is used.
-                value = list(unpack(fetch_shards(value.references)))
+                value = list(unpack_shards(fetch_shards(value.references)))
         return value, error, state
 
     def send_result(self, turn: HandledTurn) -> None:
@@ -227,7 +227,7 @@ class WeightPublisher:
         with self._lock:
             if self._last is None or self._last.version != version or self._source is not weights:
                 self._source = self._last = None  # freed before the next update fills the store
-                self._last = store_shards(pack(weights, self._limit, self._dtype), version)
+                self._last = store_shards(pack_shards(weights, self._limit, self._dtype), version)
                 self._source = None if isinstance(weights, Iterator) else weights
             return self._last
 
@@ -239,7 +239,7 @@ def store_shards(shards: Iterable[Shard], version: int) -> StoredWeights:
     return StoredWeights(version, [ray.put(shard) for shard in shards])
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
+def pack_shards(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
     """Groups tensors, in order, into objects of at most `limit` bytes (a larger tensor is a separate object).
 
     A tied tensor is stored once, under its first name.
@@ -262,7 +262,7 @@ def pack(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype |
         yield shard
 
 
-def unpack(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
+def unpack_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
     """Yields the named tensors of a weight update. They share memory with the objects and must not be written to."""
     for shard in shards:
         for name, dtype, shape, array in shard:

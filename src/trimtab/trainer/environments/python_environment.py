@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.formats import ToolError
-from trimtab.trainer.sandbox.code_result import GRACE, LOST
+from trimtab.trainer.sandbox.code_result import GRACE, SESSION_LOST
 from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession
 
 
@@ -69,7 +69,7 @@ class PythonEnvironment:
                 result = session.run(code)
         text = result.output.rstrip("\n")
         if result.error is not None:
-            error = f"{result.error}; {LOST}" if result.lost and self._stateful else result.error
+            error = f"{result.error}; {SESSION_LOST}" if result.lost and self._stateful else result.error
             raise ToolError(f"{text}\n{error}" if text else error)
         return text
 

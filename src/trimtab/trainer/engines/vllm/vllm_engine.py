@@ -30,7 +30,7 @@ from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes, validate_reque
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.trainer.engines.vllm import stepped_runner
-from trimtab.trainer.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner, import_vllm
+from trimtab.trainer.engines.vllm.stepped_runner import TokenDelta, TokenRequest, VllmRunner, import_vllm
 from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, require_all_loaded, share
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
@@ -79,7 +79,7 @@ class VllmEngine:
         new_rows = [row for row in rows if row.active]
         unstarted: dict[int, int] = {}  # index of the response -> tokens of its request
 
-        def joining(idle: bool) -> list[Request]:
+        def joining(idle: bool) -> list[TokenRequest]:
             joined = [] if exchange is None else exchange.join(sampling.max_tokens, idle=idle and not new_rows)
             for row in joined:
                 row.append_observation(truncated=sampling.truncated)
@@ -89,7 +89,7 @@ class VllmEngine:
             for row in joined:
                 ids = [*prompts[row.prompt].ids.tolist(), *row.ids]
                 params = self._parameters(row, sampling, seed, None if turns is None else turns.max_turn_tokens)
-                requests.append(Request(row.prompt * samples + row.sample, ids, params))
+                requests.append(TokenRequest(row.prompt * samples + row.sample, ids, params))
                 unstarted[requests[-1].index] = len(ids)
             return requests
 
@@ -114,12 +114,12 @@ class VllmEngine:
         params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
         pairs = zip(prompts, completions, strict=True)
         waiting = [
-            Request(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
+            TokenRequest(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
             for index, (prompt, one) in enumerate(pairs)
         ]
         rows: dict[int, Sequence[float]] = {}
 
-        def joining(_idle: bool) -> list[Request]:
+        def joining(_idle: bool) -> list[TokenRequest]:
             joined = waiting.copy()
             waiting.clear()
             return joined

@@ -41,7 +41,7 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
 _packed: ContextVar[Mapping[nn.Module, Tensor]] = ContextVar("packed", default=MappingProxyType({}))
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
     """Returns a copy of a weight in the layout that `batch_invariant_matmul` multiplies fastest, or the weight."""
     return weight if use_triton(weight) else packed_alike(weight)
 
@@ -49,7 +49,7 @@ def pack(weight: Tensor) -> Tensor:
 def pack_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Returns copies of the weights of all `InvariantLinear` inside, in the layout that is multiplied fastest."""
     layers = [module for module in model.modules() if isinstance(module, InvariantLinear)]
-    return {layer: pack(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
+    return {layer: pack_weight(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
 
 
 @contextmanager
