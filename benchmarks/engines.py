@@ -50,10 +50,10 @@ def main() -> None:
         start = time.perf_counter()
         vllm = VllmEngine(files, loaded.tokenizer, config)
         print(f"vLLM starts in {time.perf_counter() - start:.1f} s, {options.threads} threads")
-        spec = {"type": "embedded", "model": str(files), "dtype": "bfloat16", "quantization": {}}
+        embedded = load_config("quickstart", ["engine.dtype=bfloat16"])
         engines: dict[str, Engine] = {
             "embedded": EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16),
-            "in a process": RemoteEngine(ProcessTransport(spec, threads=options.threads)),
+            "in a process": RemoteEngine(ProcessTransport(embedded, files, threads=options.threads)),
             "vLLM": vllm,
         }
         try:

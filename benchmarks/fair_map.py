@@ -41,7 +41,7 @@ from trimtab.report.experiment_page import MethodScore, legend, markdown, summar
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary
-from trimtab.trainer.display import show_runs
+from trimtab.trainer.display import RunsDisplay, open_display
 from trimtab.trainer.lab import tuning
 from trimtab.trainer.lab.experiment import LONG_RECIPE, ExperimentPlan, PlannedRun, plan_experiment
 from trimtab.trainer.lab.regimes import regime
@@ -176,7 +176,7 @@ def train(part: str, runs: Sequence[PlannedRun], store: Store, workers: int, dea
     while waiting and time.monotonic() < deadline:
         some, waiting = waiting[: RUNS_AT_ONCE * workers], waiting[RUNS_AT_ONCE * workers :]
         by_name = {run.name: run for run in some}
-        with show_runs() as observer:
+        with open_display(RunsDisplay) as observer:
             results = train_all(
                 {name: run.config for name, run in by_name.items()},
                 workers=workers,

@@ -17,7 +17,7 @@ import numpy as np
 from trimtab.errors import TrimtabError
 from trimtab.runs.atomic import locked
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.display import show_runs
+from trimtab.trainer.display import RunsDisplay, open_display
 from trimtab.trainer.lab.runner import train_all
 
 PASSES = "pass.json"
@@ -42,7 +42,7 @@ def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, proble
     `samples` samples at temperature 1 for each of the first `problems` held-out problems (none for `samples` = 0).
     """
     configs = {cell.name: cell.config(root) for cell in cells}
-    with locked(root, "comparison"), show_runs() as observer:
+    with locked(root, "comparison"), open_display(RunsDisplay) as observer:
         results = train_all(configs, workers=workers, observer=observer, keep=samples > 0)
     failed = {name: result.error for name, result in results.items() if result.status != "done"}
     if failed:

@@ -20,7 +20,7 @@ import numpy as np
 from grid import table
 from trimtab.diagnosis.tokens import k3
 from trimtab.runs import trajectories
-from trimtab.trainer.display import show_runs
+from trimtab.trainer.display import RunsDisplay, open_display
 from trimtab.trainer.lab.experiment import LONG_RECIPE, plan_experiment
 from trimtab.trainer.lab.regimes import regime
 from trimtab.trainer.lab.runner import train_all
@@ -71,7 +71,7 @@ def main() -> None:
     regimes = [regime(name) for name in given.regimes]
     sets = [*SETS, *given.set]
     plan = plan_experiment(["grpo"], regimes, given.seeds, given.out, model=LONG_RECIPE, sets=sets)
-    with show_runs(to_stderr=True) as observer:
+    with open_display(RunsDisplay, to_stderr=True) as observer:
         results = train_all({run.name: run.config for run in plan.runs}, workers=2, observer=observer)
     if failed := [f"{name}: {result.error}" for name, result in results.items() if result.status == "failed"]:
         parser.exit(1, "\n".join(failed) + "\n")

@@ -136,8 +136,8 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
             own = recipe(case, name, options, steps)
             assert own.prefix is not None
             responses = PrefixedResponses(own, PromptStream(parts.task, loaded.tokenizer, own.seed), sampling)
-            collector = Collector(own, responses, trainer.collector.engine, parts.scorer)
-            turns.feeds[name] = SyncSource(collector, Buffer(own.trainer))
+            collector = Collector(own, responses, parts.scorer)
+            turns.feeds[name] = SyncSource(collector, Buffer(own.trainer), trainer.source.engine)  # pyright: ignore[reportAttributeAccessIssue]
         trainer.train()
         parts.scorer.close()
     asked = PromptStream(parts.task, loaded.tokenizer, config.seed).take(64)

@@ -123,7 +123,9 @@ def _twin(folder: Path) -> None:
 def draw(loaded: LoadedModel, dtype: str, rounding: WeightQuantization, prompts: int, samples: int) -> Drawn:
     task, mixture = tasks.build("sort"), router_info(loaded.model).layers > 0
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:prompts]]
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding, routes=mixture)
+    engine = EmbeddedEngine(
+        loaded.model, loaded.tokenizer, getattr(torch, dtype), quantization=rounding, routes=mixture
+    )
     groups = engine.generate(asked, samples, SamplingParams(max_tokens=task.max_tokens, stop=task.stop), seed=0)
     answers = [(index, answer) for index, group in enumerate(groups) for answer in group]
     batch = TokenBatch.pack(

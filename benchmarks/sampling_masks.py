@@ -40,7 +40,7 @@ def main() -> None:
     for name in options.models:
         small = name == LABORATORY
         loaded = load(str(laboratory_folder()) if small else name, dtype=torch.float32)
-        engine = EmbeddedEngine(loaded.model, loaded.tokenizer, "float32")
+        engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)
         prompts = _prompts(loaded.tokenizer, small)
         for truncation in TRUNCATIONS:
             if truncation.get("top_k", 0) < loaded.model.config.vocab_size:

@@ -28,8 +28,8 @@ import torch
 from shared import options_of
 from trimtab.diagnosis.tokens import k3
 from trimtab.trainer import environments, tasks
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.environments import EnvironmentSpec
 from trimtab.trainer.models.invariant import make_invariant
 from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
@@ -86,7 +86,7 @@ def agreement(model: str, numerics: str, count: int, samples: int) -> None:
     if numerics == "invariant":
         make_invariant(loaded.model)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
-    environment = environments.build(EnvironmentSpec("python", instructions=SHOWN, turns=3))
+    environment = environments.build(EnvironmentConfig(name="python", instructions=SHOWN, max_turns=3))
     task = environment.adapt(nails(count))
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.test]
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=task.stop)
@@ -161,7 +161,7 @@ def line(
 def cost(model: str, count: int, samples: int, rounds: int) -> None:
     loaded = load(model, dtype=torch.float32)
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
-    environment = environments.build(EnvironmentSpec("python"))
+    environment = environments.build(EnvironmentConfig(name="python"))
     task = environment.adapt(nails(count))
     asked = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.test]
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=task.stop)

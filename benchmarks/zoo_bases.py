@@ -29,10 +29,9 @@ import torch
 from routing import draw
 from trimtab.trainer import environments, tasks
 from trimtab.trainer.build_model import save_model_files
-from trimtab.trainer.config import load_config
+from trimtab.trainer.config import EnvironmentConfig, load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
-from trimtab.trainer.environments import EnvironmentSpec
 from trimtab.trainer.models.load import BUNDLED, LABORATORY, SWITCH, LoadedModel, load
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.lora import named_weights
@@ -94,7 +93,7 @@ def sampled(
     loaded: LoadedModel, sampler: str, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
 ) -> list:
     dtype, rounding = SAMPLERS[sampler]
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype, quantization=rounding)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, getattr(torch, dtype), quantization=rounding)
     return responses_of(prompts, engine.generate(prompts, samples, sampling, seed=3))
 
 
@@ -121,8 +120,8 @@ def measure_settings() -> None:
 def measure_tools() -> None:
     """Word problems with a Python interpreter, up to three turns, sampled in bfloat16."""
     loaded = smollm2()
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, "bfloat16")
-    environment = environments.build(EnvironmentSpec("python", instructions=SHOWN, turns=3))
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.bfloat16)
+    environment = environments.build(EnvironmentConfig(name="python", instructions=SHOWN, max_turns=3))
     task = environment.adapt(nails(24))
     prompts = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.test]
     runner = environment.runner(loaded.tokenizer, MAX_TOKENS, partial(tasks.encode, task))
@@ -139,7 +138,7 @@ def measure_trained() -> None:
 
     def batch(model: Any, update: int) -> tuple[list[Response], np.ndarray]:
         part = [prompts[(6 * update + i) % len(prompts)] for i in range(6)]
-        engine = EmbeddedEngine(_with_weights(loaded.model, model), loaded.tokenizer, "bfloat16")
+        engine = EmbeddedEngine(_with_weights(loaded.model, model), loaded.tokenizer, torch.bfloat16)
         groups = engine.generate(part, 4, TEXT, seed=update)
         reward = np.array([one.text.count("e") for one in flat(groups)], dtype=np.float64)
         return responses_of(part, groups), centered(reward, 4)
@@ -149,7 +148,7 @@ def measure_trained() -> None:
     models = {update: training.model(first, update) for update in updates}
 
     def drawn(update: int, samples: int, part: Sequence[Prompt]) -> list[Response]:
-        engine = EmbeddedEngine(_with_weights(loaded.model, models[update]), loaded.tokenizer, "bfloat16")
+        engine = EmbeddedEngine(_with_weights(loaded.model, models[update]), loaded.tokenizer, torch.bfloat16)
         return responses_of(part, engine.generate(part, samples, TEXT, seed=11 + update))
 
     last = stream(drawn(6, 3, prompts), models[6], TEXT, autocast=True, conditions=True)
@@ -243,7 +242,7 @@ def measure_drift() -> None:
 
     def batch(model: Any, update: int) -> tuple[list[Response], np.ndarray]:
         part = [prompts[(16 * update + i) % len(prompts)] for i in range(16)]
-        engine = EmbeddedEngine(_with_weights(loaded.model, model), loaded.tokenizer, "float32")
+        engine = EmbeddedEngine(_with_weights(loaded.model, model), loaded.tokenizer, torch.float32)
         groups = engine.generate(part, 8, sampling, seed=update)
         right = [list(one.text[:10]) == sorted(one.text[:10]) for one in flat(groups)]
         return responses_of(part, groups), centered(np.array(right, dtype=np.float64), 8)

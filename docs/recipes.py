@@ -74,9 +74,9 @@ def markdown() -> str:
         for section in sections()
     ]
     blocks += [METHODS + "\n" + _objectives(), "## Tasks: the keywords of `[task]`\n\n" + TASKS]
-    blocks += [_part(name, keys_of(tasks.options(name), nested=True)) for name in tasks.names()]
+    blocks += [_part(name, keys_of(tasks.KINDS.options(name), nested=True)) for name in tasks.KINDS.names()]
     blocks += ["## Rewards: the keywords of `[[reward]]`\n\n" + REWARDS]
-    blocks += [_part(name, keys_of(rewards.options(name), nested=True)) for name in rewards.names()]
+    blocks += [_part(name, keys_of(rewards.KINDS.options(name), nested=True)) for name in rewards.KINDS.names()]
     return "\n".join([HEAD, *blocks])
 
 

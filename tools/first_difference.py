@@ -26,7 +26,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder, PrefillPlan
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder
-from trimtab.trainer.engines.engine_spec import weight_quantization
+from trimtab.trainer.engines.embedded.weight_quantization import weight_quantization
 from trimtab.trainer.models.fused_head import log_probs
 from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.logprobs import TokenBatch, score

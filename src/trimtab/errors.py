@@ -89,6 +89,11 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def first_problem(error: ValidationError) -> ErrorDetails:
     """Returns what to say of an error of pydantic: unknown names first, as a misspelled one would count as missing."""
     return min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")

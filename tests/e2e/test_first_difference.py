@@ -40,7 +40,7 @@ def found(
         model.set_attn_implementation(packed_attention.PACKED_IMPLEMENTATION)
     else:
         invariant.make_invariant(model)
-    engine = EmbeddedEngine(model, tokenizer(), "bfloat16" if mixed else "float32")
+    engine = EmbeddedEngine(model, tokenizer(), torch.bfloat16 if mixed else torch.float32)
     model.train()
     if change is not None:
         change(engine._model, model)

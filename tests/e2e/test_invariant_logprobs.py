@@ -29,7 +29,7 @@ from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
-TYPES = [("bfloat16", True), ("float32", False)]
+TYPES = [(torch.bfloat16, True), (torch.float32, False)]
 # Within a block of keys, at its end, and over several.
 LENGTHS = (3, KEY_BLOCK, KEY_BLOCK + 1, 150)
 FREE = SamplingParams(temperature=0.7, max_tokens=KEY_BLOCK + 6, ignore_stop=True)
@@ -86,7 +86,7 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["llama", "llama3-rope", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("dtype", "autocast"), TYPES)
-def test_log_probs_of_sampler_and_trainer_are_equal(name: str, dtype: str, autocast: bool) -> None:
+def test_log_probs_of_sampler_and_trainer_are_equal(name: str, dtype: torch.dtype, autocast: bool) -> None:
     model = instance(name)
     engine = EmbeddedEngine(model, tokenizer(), dtype)
     groups = engine.generate(asked(), 3, FREE, seed=0)
@@ -97,7 +97,7 @@ def test_native_ones_are_not() -> None:
     model = tiny("llama").train()
     model.config.max_position_embeddings = 256
     model.set_attn_implementation(packed_attention.PACKED_IMPLEMENTATION)
-    groups = EmbeddedEngine(model, tokenizer(), "bfloat16").generate(asked(), 3, FREE, seed=0)
+    groups = EmbeddedEngine(model, tokenizer(), torch.bfloat16).generate(asked(), 3, FREE, seed=0)
     rows = trained(model, asked(), groups, FREE, True)
     assert max(np.abs(row - one.logp_behavior).max() for row, one in zip(rows, chain(*groups), strict=True)) > 1e-3
 
@@ -108,7 +108,7 @@ def test_native_ones_are_not() -> None:
 def test_with_stops_and_truncated_sampling_too(sampling: SamplingParams) -> None:
     """Rows leave the batch one by one, and sets of tokens renormalise both sides."""
     model = instance()
-    groups = EmbeddedEngine(model, tokenizer(), "bfloat16").generate(asked(), 6, sampling, seed=1)
+    groups = EmbeddedEngine(model, tokenizer(), torch.bfloat16).generate(asked(), 6, sampling, seed=1)
     assert len({len(one.response_ids) for group in groups for one in group}) > 3
     assert_equal(trained(model, asked(), groups, sampling, True), groups)
 
@@ -116,7 +116,7 @@ def test_with_stops_and_truncated_sampling_too(sampling: SamplingParams) -> None
 @pytest.mark.e2e
 @pytest.mark.parametrize(("dtype", "autocast"), TYPES)
 def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
-    dtype: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompts = instance(), asked((3, KEY_BLOCK + 1))
     engine = EmbeddedEngine(model, tokenizer(), dtype)
@@ -149,7 +149,7 @@ def test_the_cache_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(rollout_invariant._Cache, "empty", classmethod(measured))
     monkeypatch.setattr(embedded_engine, "CACHE_BYTES", 1 << 19)
-    engine = EmbeddedEngine(instance(), tokenizer(), "bfloat16")
+    engine = EmbeddedEngine(instance(), tokenizer(), torch.bfloat16)
     engine.generate(asked([10] * 40), 1, replace(FREE, max_tokens=10), seed=0)
     batches = [a + b for a, b in zip(slabs[::2], slabs[1::2], strict=True)]
     assert len(batches) == 4
@@ -163,7 +163,7 @@ def assert_same(result: Sequence[Sequence[Completion]], expected: Sequence[Seque
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), TYPES)
-def test_gradient_checkpointing_changes_no_bit(dtype: str, autocast: bool) -> None:
+def test_gradient_checkpointing_changes_no_bit(dtype: torch.dtype, autocast: bool) -> None:
     model = instance()
     groups = EmbeddedEngine(model, tokenizer(), dtype).generate(asked(), 2, FREE, seed=0)
     result = []

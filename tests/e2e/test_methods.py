@@ -268,7 +268,7 @@ def test_training_reports_the_accuracy_of_the_clean_policy(tmp_path: Path) -> No
     reported = train(config, out=tmp_path / "run").metrics["eval/sort/greedy"]
     loaded = load(str(export(tmp_path / "run", tmp_path / "model", "last")), dtype=torch.float32)
     task = tasks.build("sort")
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, "float32")
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)
     with rewards.build([], task) as scorer:
         result = evaluation.evaluate(
             engine,

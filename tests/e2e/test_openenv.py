@@ -13,8 +13,8 @@ import pytest
 
 import trimtab
 from trimtab.runs.trajectories import read
-from trimtab.trainer.config import load_config
-from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec, build
+from trimtab.trainer.config import EnvironmentConfig, load_config
+from trimtab.trainer.environments import BuiltEnvironment, build
 from trimtab.trainer.environments.background import in_background
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def tools() -> Iterator[str]:
 
 
 def built(url: str, **options: Any) -> BuiltEnvironment:
-    return build(EnvironmentSpec("openenv", {"url": url, **options}))
+    return build(EnvironmentConfig(name="openenv", url=url, **options))
 
 
 def call(coroutine: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.environments import EnvironmentSpec, build
+from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments import build
 from trimtab.trainer.environments.formats import ToolError
 from trimtab.trainer.sandbox.python_pool import SandboxName
 
@@ -21,10 +22,9 @@ Episode = Callable[..., list[str]]
 Run = Callable[..., Episode]
 
 
-def spec(sandbox: SandboxName, **options: Any) -> EnvironmentSpec:
-    return EnvironmentSpec(
-        "python", {"sandbox": sandbox, "seconds": SECONDS, "workers": 1, **options}, timeout=SECONDS + 5
-    )
+def spec(sandbox: SandboxName, **options: Any) -> EnvironmentConfig:
+    keywords = {"sandbox": sandbox, "seconds": SECONDS, "workers": 1, **options}
+    return EnvironmentConfig(name="python", timeout=SECONDS + 5, **keywords)
 
 
 def result_of(environment: Any, code: str) -> str:
@@ -110,4 +110,4 @@ def test_packages_can_be_imported(sandbox: SandboxName, environment: Run) -> Non
 
 def test_a_sandbox_without_time_to_end_a_call_is_refused() -> None:
     with pytest.raises(TrimtabError, match=r"environment\.timeout = 10 s is below 11 s"):
-        build(EnvironmentSpec("python", timeout=10.0, options={"seconds": 6.0}))
+        build(EnvironmentConfig(name="python", timeout=10.0, seconds=6.0))

@@ -23,7 +23,7 @@ from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.cluster.actors import ActorSlots, connect, reserve_slots
 from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, WeightPublisher, build_engines
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.engines.engine_spec import build_from_spec, engine_spec
+from trimtab.trainer.engines.factory import build_engine
 from trimtab.trainer.engines.weight_transfer import share
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rollout.prompts import PromptStream
@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.fixture(scope="module")
 def engines(config: Config, seats: ActorSlots, model: tuple[Any, Path]) -> Iterator[list[Any]]:
-    engines = build_engines(config, engine_spec(config, model[1]), seats.engines)
+    engines = build_engines(config, model[1], seats.engines)
     yield engines
     for engine in engines:
         pid = engine.transport.pid
@@ -97,7 +97,7 @@ def rows(groups: Any) -> list[tuple[list[int], list[float], list[int], str]]:
 
 
 def test_an_actor_samples_what_the_same_engine_samples_here(engines, prompts, model, config) -> None:
-    here = build_from_spec(engine_spec(config, model[1]))
+    here = build_engine(config, model[1])
     for version, scale in ((3, 1.0), (4, 1.5)):
         here.update_weights(weights(model, scale), version)
         shared = share(weights(model, scale))

@@ -22,8 +22,9 @@ import torch
 from trimtab.cli.main import run as command
 from trimtab.runs.trajectories import Row, write
 from trimtab.trainer import environments, tasks
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
+from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.environments.environment import call_tool
 from trimtab.trainer.environments.formats import Tag, ToolError
 from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
@@ -72,7 +73,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def environment() -> Any:
-    built = environments.build(EnvironmentSpec("python", instructions=SHOWN, turns=TURNS))
+    built = environments.build(EnvironmentConfig(name="python", instructions=SHOWN, max_turns=TURNS))
     yield built
     built.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 import torch
 from tests.support.engines import After, processed, tokenizer
 from tests.support.processes import gone
-from tests.support.vllm_support import engine_config, needs_vllm, policy, prompts
+from tests.support.vllm_support import needs_vllm, policy, prompts, vllm_recipe
 
 from trimtab.errors import EngineDeadError
 from trimtab.trainer.build_model import save_model_files
@@ -35,15 +34,15 @@ FORCED = SamplingParams(max_tokens=12, ignore_stop=True)
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine") / "model"
     save_model_files(policy(), tokenizer(), folder)
-    return {"type": "vllm", "model": str(folder), "engine": engine_config("float32").model_dump(mode="json")}
+    return folder
 
 
 @pytest.fixture(scope="module")
-def engine(spec: dict[str, Any]) -> Iterator[RemoteEngine]:
-    started = RemoteEngine(ProcessTransport(spec, threads=1))
+def engine(model: Path) -> Iterator[RemoteEngine]:
+    started = RemoteEngine(ProcessTransport(vllm_recipe("float32"), model, threads=1))
     started.update_weights(policy().named_parameters(), 0)
     yield started
     family = psutil.Process(started.transport.pid).children(recursive=True)
@@ -91,24 +90,25 @@ def test_a_killed_process_is_lost_and_comes_back(engine: RemoteEngine, number: s
 
 
 ORPHAN = """
-import json, sys
-from tests.support.vllm_support import policy
+import sys
+from pathlib import Path
+from tests.support.vllm_support import policy, vllm_recipe
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 
 if __name__ == "__main__":
-    engine = RemoteEngine(ProcessTransport(json.loads(sys.argv[1]), threads=1))
+    engine = RemoteEngine(ProcessTransport(vllm_recipe("float32"), Path(sys.argv[1]), threads=1))
     engine.update_weights(policy().named_parameters(), 0)
     print(engine.transport.pid, flush=True)
     sys.stdin.read()
 """
 
 
-def test_it_ends_with_its_parent(spec: dict[str, Any], tmp_path: Path) -> None:
+def test_it_ends_with_its_parent(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(ORPHAN)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(script), json.dumps(spec)]
+    command = [sys.executable, str(script), str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
@@ -118,13 +118,13 @@ def test_it_ends_with_its_parent(spec: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_process_of_vllm_itself_that_dies_is_an_engine_that_died(
-    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With tensor parallelism vLLM starts processes itself: the engine's process can start them and outlives them."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(process_transport, "WORKER", "tests.programs.vllm_split_worker")
-    engine = RemoteEngine(ProcessTransport(spec, threads=1))
+    engine = RemoteEngine(ProcessTransport(vllm_recipe("float32"), model, threads=1))
     engine.update_weights(policy().named_parameters(), 1)
     check_exact(policy(), engine.generate(ASKED, 3, FORCED, seed=0), 1)
     host, *own = family_of(engine)

@@ -24,8 +24,9 @@ from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import DivergedError, EngineDeadError, TrimtabError
 from trimtab.trainer.build_model import save_model_files
+from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantization
+from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantization, weight_quantization
 from trimtab.trainer.engines.remote import process_transport, remote_engine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
@@ -51,14 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def spec_of(folder: Path, dtype: str = "float32", **rounding: float) -> dict:
-    return {"type": "embedded", "model": str(folder), "dtype": dtype, "quantization": rounding}
+def transport(folder: Path, *sets: str) -> ProcessTransport:
+    return ProcessTransport(load_config("laboratory", ["engine.dtype=float32", *sets]), folder, threads=1)
 
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[RemoteEngine]:
     torch.set_num_threads(1)
-    engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
+    engine = RemoteEngine(transport(folder))
     yield engine
     engine.close()
 
@@ -74,7 +75,7 @@ def engine(shared: RemoteEngine) -> RemoteEngine:
 def local(dtype: str = "float32", rounding: WeightQuantization | None = None, seed: int = 1) -> EmbeddedEngine:
     """The same engine in this process."""
     model, tokenizer = load(laboratory.NAME, dtype=torch.float32)[:2]
-    engine = EmbeddedEngine(model, tokenizer, dtype, quantization=rounding or WeightQuantization())
+    engine = EmbeddedEngine(model, tokenizer, getattr(torch, dtype), quantization=rounding or WeightQuantization())
     engine.update_weights(laboratory.build(seed)[0].named_parameters(), version=5)
     return engine
 
@@ -135,10 +136,10 @@ def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: RemoteEngine
     assert engine.policy_version == 5
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", WeightQuantization(3, 0.05, 7))])
-def test_another_dtype_and_rounding_too(folder: Path, dtype: str, rounding: WeightQuantization) -> None:
-    spec = spec_of(folder, dtype, bits=rounding.bits or 8, noise=rounding.noise, seed=rounding.seed)
-    engine, own = RemoteEngine(ProcessTransport(spec, threads=1)), local(dtype, rounding)
+def test_another_dtype_and_rounding_too(folder: Path) -> None:
+    sets = ["engine.dtype=bfloat16", "engine.quantize=int3", "engine.noise=0.05", "seed=7"]
+    rounding = weight_quantization(load_config("laboratory", sets))
+    engine, own = RemoteEngine(transport(folder, *sets)), local("bfloat16", rounding)
     engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
     assert_same(engine.generate(ASKED, 4, FREE, seed=3), own.generate(ASKED, 4, FREE, seed=3))
     weights = dict(engine.named_weights())
@@ -180,7 +181,7 @@ def test_an_engine_that_stands_still_is_given_up_and_a_slow_one_is_not(
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(process_transport, "WORKER", "tests.programs.stuck_worker")
-    engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
+    engine = RemoteEngine(transport(folder))
     engine.update_weights(laboratory.build(1)[0].named_parameters(), 5)
     expected = engine.generate(ASKED, 4, FREE, seed=3)
     engine.hang_timeout = PATIENCE
@@ -235,7 +236,7 @@ def test_the_process_is_not_a_rank_of_the_trainer(folder: Path, monkeypatch: pyt
     variables |= {"MASTER_PORT": "1", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_CACHE": "kept"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    engine = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
+    engine = RemoteEngine(transport(folder))
     engine.update_weights(laboratory.build(1)[0].named_parameters(), 5)  # once it answers, its environment is there
     environment = psutil.Process(engine.transport.pid).environ()
     engine.close()
@@ -341,10 +342,10 @@ def test_a_defect_shows_its_traceback_and_is_survived(engine: RemoteEngine) -> N
     assert len(engine.generate(ASKED, 1, FREE, seed=0)) == 4
 
 
-def test_a_wrong_description_is_one_line(folder: Path) -> None:
-    engine = RemoteEngine(ProcessTransport(spec_of(folder, dtype="float16"), threads=1))
+def test_a_recipe_that_the_engine_refuses_is_one_line(folder: Path) -> None:
+    engine = RemoteEngine(transport(folder, "routing.replay=rollout"))
     for _ in range(2):
-        with pytest.raises(TrimtabError, match="'float16'") as caught:
+        with pytest.raises(TrimtabError, match="it is dense") as caught:
             engine.update_weights(laboratory.build(1)[0].named_parameters(), version=1)
         assert type(caught.value) is TrimtabError
     engine.close()
@@ -354,7 +355,7 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
     engine: RemoteEngine, folder: Path
 ) -> None:
     weights = share(laboratory.build(1)[0].named_parameters())
-    other = RemoteEngine(ProcessTransport(spec_of(folder), threads=1))
+    other = RemoteEngine(transport(folder))
     for one in (engine, other):
         one.update_weights(weights, version=5)
     expected = local().generate(ASKED, 4, FREE, seed=3)

@@ -24,12 +24,11 @@ import torch
 from tests.programs.worker_parent import Announced
 from tests.support.engines import prompt
 
+from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.trainer.models import laboratory
 from trimtab.types import AbortSignal, SamplingParams
-
-ENGINE = {"type": "embedded", "dtype": "float32", "quantization": {}}
 
 
 @contextmanager
@@ -66,8 +65,8 @@ def stand_still(trainer: int, others: list[int], seconds: float) -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    spec = {**ENGINE, "model": settings["model"]}
-    with actor(spec, settings["address"]) if settings["address"] else worker(spec) as engine:
+    model = Path(settings["model"])
+    with actor(model, settings["address"]) if settings["address"] else worker(model) as engine:
         engine.update_weights(laboratory.build(1)[0].named_parameters(), version=5)
         call(engine, None)
         engine.hang_timeout = settings["patience"]
@@ -79,21 +78,21 @@ def main() -> None:
 
 
 @contextmanager
-def worker(spec: dict[str, Any]) -> Iterator[Any]:
-    engine = RemoteEngine(ProcessTransport(spec, threads=1))
+def worker(model: Path) -> Iterator[Any]:
+    recipe = load_config("laboratory", ["engine.dtype=float32"])
+    engine = RemoteEngine(ProcessTransport(recipe, model, threads=1))
     yield engine
     engine.close()
 
 
 @contextmanager
-def actor(spec: dict[str, Any], address: str) -> Iterator[Any]:
+def actor(model: Path, address: str) -> Iterator[Any]:
     from trimtab.trainer.cluster.actors import connect, reserve_slots
     from trimtab.trainer.cluster.ray_transport import build_engines
-    from trimtab.trainer.config import load_config
 
-    config = load_config("laboratory", ["placement=ray", f"ray.address={address}"])
+    config = load_config("laboratory", ["engine.dtype=float32", "placement=ray", f"ray.address={address}"])
     with connect(config.ray), reserve_slots(config) as seats:
-        [engine] = build_engines(config, spec, seats.engines)
+        [engine] = build_engines(config, model, seats.engines)
         yield engine
         engine.close()
 

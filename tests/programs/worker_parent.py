@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
+from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.types import SamplingParams
@@ -30,9 +32,8 @@ class Announced:
 
 def main() -> None:
     folder, state = sys.argv[1:]
-    engine = RemoteEngine(
-        ProcessTransport({"type": "embedded", "model": folder, "dtype": "float32", "quantization": {}}, threads=1)
-    )
+    recipe = load_config("laboratory", ["engine.dtype=float32"])
+    engine = RemoteEngine(ProcessTransport(recipe, Path(folder), threads=1))
     if state == "forked":
         if (helper := os.fork()) == 0:
             signal.pause()

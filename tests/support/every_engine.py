@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.support.engines import EOS, tiny, tokenizer
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess, starter
-from tests.support.vllm_support import engine_config, needs_vllm, policy
+from tests.support.vllm_support import engine_config, needs_vllm, policy, vllm_recipe
 from torch import nn
 
 from trimtab.trainer.build_model import save_model_files
-from trimtab.trainer.config import EngineConfig, load_config
+from trimtab.trainer.config import Config, EngineConfig, load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
@@ -74,15 +73,14 @@ def invariant(folder: Path) -> Iterator[Subject]:
 @contextmanager
 def own_process(folder: Path) -> Iterator[Subject]:
     save_model_files(policy(), tokenizer(), folder / "model")
-    with _process(_embedded_spec(folder)) as engine:
+    with _process(load_config("laboratory", ["engine.dtype=float32"]), folder / "model") as engine:
         yield Subject(engine)
 
 
 @contextmanager
 def own_process_vllm(folder: Path) -> Iterator[Subject]:
     save_model_files(policy(), tokenizer(), folder / "model")
-    engine = engine_config("float32").model_dump(mode="json")
-    with _process({"type": "vllm", "model": str(folder / "model"), "engine": engine}) as engine:
+    with _process(vllm_recipe("float32"), folder / "model") as engine:
         yield Subject(engine, exact=False)
 
 
@@ -107,9 +105,9 @@ def ray_actor(folder: Path) -> Iterator[Subject]:
     save_model_files(policy(), tokenizer(), folder / "model")
     with local_cluster() as cluster:
         places = ["placement=ray", "ray.start_timeout=60", f"ray.address={cluster.address}"]
-        config = load_config("laboratory", places)
+        config = load_config("laboratory", ["engine.dtype=float32", *places])
         with connect(config.ray), reserve_slots(config) as slots:
-            [engine] = build_engines(config, _embedded_spec(folder), slots.engines)
+            [engine] = build_engines(config, folder / "model", slots.engines)
             yield Subject(engine)
             engine.close()
 
@@ -166,13 +164,9 @@ ENGINES = [
 ]
 
 
-def _embedded_spec(folder: Path) -> dict[str, Any]:
-    return {"type": "embedded", "model": str(folder / "model"), "dtype": "float32", "quantization": {}}
-
-
 @contextmanager
-def _process(spec: dict[str, Any]) -> Iterator[Engine]:
-    engine = RemoteEngine(ProcessTransport(spec, threads=1))
+def _process(config: Config, model: Path) -> Iterator[Engine]:
+    engine = RemoteEngine(ProcessTransport(config, model, threads=1))
     yield engine
     engine.close()
 

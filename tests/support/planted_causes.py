@@ -61,7 +61,7 @@ def sample(
     sampling: SamplingParams,
     dtype: str = "float32",
 ) -> Rollout:
-    out = EmbeddedEngine(model, tokenizer, dtype).generate(prompts, samples, sampling, seed=7)
+    out = EmbeddedEngine(model, tokenizer, getattr(torch, dtype)).generate(prompts, samples, sampling, seed=7)
     return Rollout(prompts, [(i, completion) for i, group in enumerate(out) for completion in group])
 
 

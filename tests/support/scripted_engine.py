@@ -101,7 +101,7 @@ class Desk:
     ) -> None:
         config = load_config({"trainer": {"prompts": 4, "samples": 2, "max_lag": 2, **trainer}})
         responses = Responses(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
-        collector = Collector(config, responses, engines[0], scorer)
+        collector = Collector(config, responses, scorer)
         self.notes: list[str] = []
         self.buffer = Buffer(config.trainer, single_behavior=single_behavior)
         self.feed = AsyncSource(collector, self.buffer, engines, self.notes.append)

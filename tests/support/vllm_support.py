@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimtab.trainer.build_model import save_model_files
-from trimtab.trainer.config import EngineConfig, load_config
+from trimtab.trainer.config import Config, EngineConfig, load_config
 from trimtab.types import Problem, Prompt
 
 needs_vllm = pytest.mark.skipif(
@@ -54,9 +54,13 @@ def update(model: nn.Module, size: float, seed: int) -> None:
         p.add_(size * (p.std() if p.ndim > 1 else 0.1) * torch.randn(p.shape, generator=generator))
 
 
-def engine_config(dtype: str) -> EngineConfig:
+def vllm_recipe(dtype: str) -> Config:
     sets = [f"engine.dtype={dtype}", "engine.vllm.memory=0.05"]
-    return load_config("quickstart-vllm", [*sets, "engine.vllm.context=256"]).engine
+    return load_config("quickstart-vllm", [*sets, "engine.vllm.context=256"])
+
+
+def engine_config(dtype: str) -> EngineConfig:
+    return vllm_recipe(dtype).engine
 
 
 def start(folder: Path, dtype: str) -> Any:

@@ -100,11 +100,11 @@ def compare(
 
 
 def _train(plan: ExperimentPlan, *, workers: int, keep: bool, as_json: bool) -> dict[str, RunSummary]:
-    from trimtab.trainer.display import show_runs
+    from trimtab.trainer.display import RunsDisplay, open_display
     from trimtab.trainer.lab.runner import run_experiment
 
     try:
-        with show_runs(to_stderr=as_json) as observer:
+        with open_display(RunsDisplay, to_stderr=as_json) as observer:
             return run_experiment(plan, workers=workers, observer=observer, keep=keep)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished runs are kept; the same command goes on") from None

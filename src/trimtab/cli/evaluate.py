@@ -191,7 +191,7 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
         return [_task(text, sets) for text in named]
     recipes = [_recipe(str(item.run / CONFIG), sets) for item in sources if item.run is not None]
     if len(recipes) < len(sources):
-        raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.names())}) or a recipe")
+        raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.KINDS.names())}) or a recipe")
     if any(choice.spec != recipes[0].spec for choice in recipes):
         runs = [str(item.run / CONFIG) for item in sources if item.run is not None]
         raise TrimtabError(
@@ -240,23 +240,23 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
 
     name, _, rest = text.partition(":")
     changes = [*split_overrides(rest, f"--task {text!r}"), *sets]
-    if name in tasks.names():
+    if name in tasks.KINDS.names():
         return TaskChoice(TaskSpec(name, dict(parse_override(change) for change in changes)))
     if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".parquet")):
         raise TrimtabError(f"--task {text!r}: a file is measured on as --task file:path={name},holdout=1")
     if not is_recipe(name):
-        raise TrimtabError(f"unknown task or recipe {name!r}{did_you_mean(name, [*tasks.names(), *recipe_names()])}")
+        raise TrimtabError(
+            f"unknown task or recipe {name!r}{did_you_mean(name, [*tasks.KINDS.classes, *recipe_names()])}"
+        )
     return _recipe(name, changes)
 
 
 def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
     from trimtab.trainer.config import load_config
     from trimtab.trainer.evaluation import TaskSpec
-    from trimtab.trainer.rollout.episode_responses import environment_spec
     from trimtab.types import RewardSpec
 
     config = load_config(name, changes)
     rewards = tuple(RewardSpec(reward.name, reward.weight, reward.timeout, reward.keywords) for reward in config.reward)
-    environment = environment_spec(config)
-    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens, environment)
+    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens, config.environment)
     return TaskChoice(spec, config.engine.dtype)

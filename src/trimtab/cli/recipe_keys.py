@@ -43,9 +43,9 @@ def text() -> str:
     from trimtab.trainer import rewards, tasks
 
     blocks = [_block(section.title, section.keys) for section in sections()]
-    for title, part in (("[task]", tasks), ("[[reward]]", rewards)):
+    for title, kinds in (("[task]", tasks.KINDS), ("[[reward]]", rewards.KINDS)):
         blocks += [
-            _block(f'{title} name = "{name}"', keys_of(part.options(name), nested=True)) for name in part.names()
+            _block(f'{title} name = "{name}"', keys_of(kinds.options(name), nested=True)) for name in kinds.names()
         ]
     for name in objectives():
         keys = {key: Key("", default_text(value), "") for key, value in keywords_of(name).items()}

@@ -45,7 +45,7 @@ def train(
         from trimtab.api import train as train_recipe
         from trimtab.report.health import as_data, health
         from trimtab.runs.reader import read_run
-        from trimtab.trainer.display import observe
+        from trimtab.trainer.display import RunDisplay, open_display
         from trimtab.trainer.ranks import is_follower
 
     run = run_directory(recipe, out, config.out)
@@ -54,7 +54,7 @@ def train(
             if config.compare is not None:
                 result = _compare(config, run, resume, to_stderr=as_json)
             else:
-                with observe(to_stderr=as_json) as observer:
+                with open_display(RunDisplay, to_stderr=as_json) as observer:
                     result = train_recipe(config, out=run, resume=resume, observer=observer).metrics
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_hint(recipe, sets or (), run, config.compare is not None)) from None
@@ -75,13 +75,13 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
     from trimtab.errors import TrimtabError
     from trimtab.report.comparison import compare, held_out, write_page
     from trimtab.runs.reader import read_steps
-    from trimtab.trainer.display import closing_lines, show_runs
+    from trimtab.trainer.display import RunsDisplay, closing_lines, open_display
     from trimtab.trainer.lab.recipe_comparison import run_recipe_comparison
     from trimtab.trainer.ranks import launched_by_torchrun
 
     if launched_by_torchrun():
         raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
-    with show_runs(to_stderr=to_stderr) as observer:
+    with open_display(RunsDisplay, to_stderr=to_stderr) as observer:
         runs = run_recipe_comparison(config, out, observer, resume=resume)
     comparison = compare([run for of in runs.values() for run in of])
     page = write_page(comparison, out / REPORT)
@@ -92,15 +92,15 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:
     """Warm-start a model on the task's own answers (supervised), before reinforcement learning."""
     config = _load(recipe, sets)
-    from trimtab.trainer.display import observe
+    from trimtab.trainer.display import RunDisplay, open_display
 
     run = run_directory(recipe, out, config.out)
-    with only_json(as_json), observe(to_stderr=as_json) as observer:
+    with only_json(as_json), open_display(RunDisplay, to_stderr=as_json) as observer:
         from trimtab.trainer.sft import supervised_warm_start
 
-        result = supervised_warm_start(config, out=run, observer=observer)
+        metrics = supervised_warm_start(config, out=run, observer=observer)
     if as_json:
-        print_json({"model": run, "metrics": result.metrics})
+        print_json({"model": run, "metrics": metrics})
     else:
         echo(f"model: {run}")
 

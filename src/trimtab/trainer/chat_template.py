@@ -18,11 +18,7 @@ SECONDS = 10.0
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns the text of a conversation; `options` are those of `apply_chat_template`.
-
-    Raises:
-        TrimtabError: the template raised an exception or took longer than `SECONDS`.
-    """
+    """Returns the text of a conversation; `options` are those of `apply_chat_template`."""
     name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     result: list[str | BaseException] = []
 

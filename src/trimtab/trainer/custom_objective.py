@@ -18,8 +18,6 @@ def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Obj
 
     A preset is recorded as its name and keywords, a function also as its equation, an objective given in code also as
     its `repr`. Resuming compares these, and a report prints the equation without running the user's code.
-
-    Raises `TrimtabError` if `given` contradicts keywords of the recipe, or cannot be recorded.
     """
     section = config.objective
     if given is not None:

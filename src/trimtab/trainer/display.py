@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -24,8 +24,9 @@ from trimtab.text import clean, short
 if TYPE_CHECKING:
     from trimtab.runs.summary import RunSummary
     from trimtab.trainer.config import Config
-    from trimtab.trainer.observer import Moment, Observer
+    from trimtab.trainer.observer import Moment
 
+Display = TypeVar("Display")
 PACE_SECONDS = 3600.0  # the remaining time follows the pace of the last hour
 
 
@@ -62,17 +63,10 @@ def progress(first: str) -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def observe(*, to_stderr: bool = False) -> Iterator[Observer]:
-    """Yields an observer of a run, which prints lines and on a terminal draws a bar below them."""
+def open_display(kind: Callable[[Progress], Display], *, to_stderr: bool = False) -> Iterator[Display]:
+    """Yields a `RunDisplay` or `RunsDisplay`, which prints lines and on a terminal draws a bar below them."""
     with progress_bar(PlainTextConsole(stderr=to_stderr)) as bar:
-        yield RunDisplay(bar)
-
-
-@contextmanager
-def show_runs(*, to_stderr: bool = False) -> Iterator[RunsDisplay]:
-    """Yields an observer of an experiment, which prints lines and on a terminal draws a bar below them."""
-    with progress_bar(PlainTextConsole(stderr=to_stderr)) as bar:
-        yield RunsDisplay(bar)
+        yield kind(bar)
 
 
 class RunDisplay:

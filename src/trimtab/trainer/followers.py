@@ -148,17 +148,6 @@ class FollowerSource:
         pass
 
 
-class AbsentEngine:
-    """The engine of ranks that have none. Every call raises `RuntimeError`."""
-
-    policy_version = decoded_tokens = prefilled_tokens = 0
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("only rank 0 has engines")
-
-    generate = update_weights = named_weights = restart = close = _refuse
-
-
 class FollowerRunDirectory(RunDirectory):
     """The leader's run directory on other ranks: readable, never written, not locked."""
 

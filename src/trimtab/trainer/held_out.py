@@ -48,7 +48,7 @@ class HeldOut:
     in `problems`) and counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
     """
 
-    of: EvalTask
+    evaluated: EvalTask
     problems: Sequence[Problem]
     too_long: int
 
@@ -67,17 +67,17 @@ class HeldOut:
         if not self.too_long:
             return []
         return [
-            f"{self.too_long:,} of {len(self.problems) + self.too_long:,} held-out problems of {self.of.task.name} do "
-            "not fit the context with their response: they count as not solved"
+            f"{self.too_long:,} of {len(self.problems) + self.too_long:,} held-out problems of "
+            f"{self.evaluated.task.name} do not fit the context with their response: they count as not solved"
         ]
 
     def measure(self, engine: Engine, collector: Collector) -> dict[str, float]:
         """Returns the accuracies by metric, and the number of problems. Raises `TrimtabError` if there are none."""
-        greedy, *sampled = self.of.metrics
+        greedy, *sampled = self.evaluated.metrics
         result = {greedy: self._accuracy(engine, collector, samples=1, greedy=True)}
         for name in sampled:
-            result[name] = self._accuracy(engine, collector, samples=self.of.samples, greedy=False)
-        return {**result, f"eval/{self.of.task.name}/problems": float(len(self.problems) + self.too_long)}
+            result[name] = self._accuracy(engine, collector, samples=self.evaluated.samples, greedy=False)
+        return {**result, f"eval/{self.evaluated.task.name}/problems": float(len(self.problems) + self.too_long)}
 
     def _accuracy(self, engine: Engine, collector: Collector, *, samples: int, greedy: bool) -> float:
         if self.too_long and not self.problems:
@@ -85,13 +85,13 @@ class HeldOut:
         result = evaluate(
             engine,
             collector.stream.tokenizer,
-            self.of.task,
-            self.of.scorer,
+            self.evaluated.task,
+            self.evaluated.scorer,
             problems=self.problems,
             samples=samples,
-            sampling=_task_sampling(collector, self.of.task, greedy=greedy),
+            sampling=_task_sampling(collector, self.evaluated.task, greedy=greedy),
             seed=derive(collector.config.seed, "eval"),
-            episodes=self.of.episodes,
+            episodes=self.evaluated.episodes,
         )
         scored = len(result.problems)
         return result.accuracy * scored / (scored + self.too_long)

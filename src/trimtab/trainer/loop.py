@@ -34,7 +34,6 @@ from trimtab.trainer import step_statistics
 from trimtab.trainer.batch_preparation import Batch, prepare_batch
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
-from trimtab.trainer.engines.engine_spec import weight_quantization
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
@@ -236,10 +235,10 @@ class Trainer:
                 for held_out in self.held_out
                 for key, value in held_out.measure(engine, self.collector).items()
             },
-            weights_altered=weight_quantization(self.config).active,
+            weights_altered=self.config.engine.changes_weights,
         )
         for held_out in self.held_out:
-            self.observer.evaluated(held_out.of.task.name, moment, measured[held_out.of.metrics[0]])
+            self.observer.evaluated(held_out.evaluated.task.name, moment, measured[held_out.evaluated.metrics[0]])
         return measured
 
     def _is_due(self, every: int) -> bool:

@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, first_line
 from trimtab.objectives import Objective
 from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import custom_objective, environments, rewards, tasks
 from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
 from trimtab.trainer.checkpoint import snapshot
-from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config, LoraConfig
+from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config
+from trimtab.trainer.config.schema import LoraConfig
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.features import build_features
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.routing_replay import require_mixture
-from trimtab.trainer.followers import AbsentEngine, run_directory, shared_source
+from trimtab.trainer.followers import run_directory, shared_source
 from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import EvalTask, HeldOut, eval_metrics, eval_tasks
 from trimtab.trainer.learner import Learner
@@ -42,7 +43,7 @@ from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary
 from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
-from trimtab.trainer.rollout.episode_responses import EpisodeResponses, environment_spec, refuse_unused_rewards
+from trimtab.trainer.rollout.episode_responses import EpisodeResponses
 from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
 from trimtab.trainer.rollout.responses import Responses
@@ -153,10 +154,9 @@ def out_of_memory_as_user_error() -> Iterator[None]:
         full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if not full:
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrimtabError(
-            f"the memory is full ({reason[:200]}): lower trainer.micro_batch_tokens, trainer.prompts, trainer.samples "
-            "or sampling.max_tokens, or set model.gradient_checkpointing"
+            f"the memory is full ({first_line(error)[:200]}): lower trainer.micro_batch_tokens, trainer.prompts, "
+            "trainer.samples or sampling.max_tokens, or set model.gradient_checkpointing"
         ) from error
 
 
@@ -174,14 +174,15 @@ def build_parts(
     check_recipe(config, built, current_ranks().size)
     longest = config.sampling.max_tokens
     task = tasks.with_max_tokens(tasks.build(config.task.name, **config.task.keywords), longest)
-    episodes = environment_spec(config, environment)
     others = [tasks.with_max_tokens(tasks.build(other.name, **other.keywords), longest) for other in config.eval.task]
     with ExitStack() as started:  # ends the processes that were started before an error
-        multi_turn = None if episodes is None else environments.build(episodes)
+        section = config.environment
+        multi_turn = None if section is None else environments.build(section, environment)
         if multi_turn is not None:
             started.callback(multi_turn.close)
-            given = "reward=" if reward is not None else "[[reward]]" if config.reward else None
-            refuse_unused_rewards(multi_turn, given)
+            multi_turn.refuse_unused_rewards(
+                "reward=" if reward is not None else "[[reward]]" if config.reward else None
+            )
             task = multi_turn.adapt(task)
         specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
         if reward is not None:
@@ -216,7 +217,7 @@ def build_trainer(
     if ranks.size > 1 and ranks.is_leader and config.engine.type == "embedded":
         # The embedded engine copies the model on the device where it finds it.
         loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]
-    engines: Sequence[Engine] = [AbsentEngine()]
+    engines: Sequence[Engine] = []
     if ranks.is_leader and factory is not None:
         engines = factory(config, loaded, run.model_folder)
     elif ranks.is_leader:
@@ -224,7 +225,7 @@ def build_trainer(
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = prepare_model(loaded.model, config)
     features = list(build_features(config, model, parts.objective, canary, current_ranks(), observer.message))
-    collector = _build_collector(config, parts, loaded, engines[0])
+    collector = _build_collector(config, parts, loaded, [getattr(engine, "context", None) for engine in engines])
     own, *others = parts.eval_tasks
     if isinstance(collector.responses, EpisodeResponses):
         own = replace(own, episodes=collector.responses.runner)
@@ -257,7 +258,7 @@ def _build_source(
     def build() -> RolloutSource:
         if config.has_engine_threads:
             return AsyncSource(collector, buffer, engines, observer.message, canary)
-        return SyncSource(collector, buffer, canary)
+        return SyncSource(collector, buffer, engines[0], canary)
 
     return shared_source(collector, build)
 
@@ -289,11 +290,12 @@ def _load_reference(config: Config, loaded: LoadedModel) -> nn.Module:
     return prepare_model(other.model, config).requires_grad_(False)
 
 
-def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engine: Engine) -> Collector:
+def _build_collector(
+    config: Config, parts: RunParts, loaded: LoadedModel, of_engines: Sequence[int | None]
+) -> Collector:
     sampling = sampling_params(config, parts.task, centered=parts.objective.centering)
     of_model = getattr(loaded.model.config, "max_position_embeddings", None)
-    contexts = (of_model, config.engine.context, getattr(engine, "context", None))
-    context = smallest_context(config, sampling, contexts)
+    context = smallest_context(config, sampling, [of_model, config.engine.context, *of_engines])
     room = None if context is None else context - sampling.max_tokens
     max_prompt = config.sampling.max_prompt_tokens or room
     stream = PromptStream(parts.task, loaded.tokenizer, config.seed, max_prompt=max_prompt)
@@ -307,7 +309,7 @@ def _build_collector(config: Config, parts: RunParts, loaded: LoadedModel, engin
             loaded.tokenizer, sampling.max_tokens, partial(tasks.encode, parts.task), room
         )
         responses = EpisodeResponses(config, stream, sampling, runner)
-    return Collector(config, responses, engine, parts.scorer, context)
+    return Collector(config, responses, parts.scorer, context)
 
 
 def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:

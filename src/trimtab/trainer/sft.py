@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +22,7 @@ from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable
-from trimtab.trainer.packing import MicroBatch, micro_batches, to_tensors
+from trimtab.trainer.packing import micro_batches, to_tensors
 from trimtab.trainer.rollout.demonstrations import encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import SamplingParams, Task, Trajectory
@@ -33,21 +31,11 @@ CACHE_FORMAT = 1
 """To be increased by a change that trains other weights from the same recipe."""
 
 
-@dataclass(frozen=True, slots=True)
-class SftResult:
-    """The folder of the model, in the format of transformers, and the last step's loss in nats per token.
-
-    With `sft.until` also the probability of a gold answer under the model that was saved, a mean over one batch.
-    """
-
-    run: Path
-    metrics: dict[str, Any]
-
-
-def supervised_warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> SftResult:
+def supervised_warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> dict[str, Any]:
     """Trains on gold answers for `sft.steps` steps and writes the model to `out`, which must not exist yet.
 
-    Raises `TrimtabError` where gold answers have not reached the probability `sft.until` by then.
+    Returns the last step's metrics: the loss in nats per token, and with `sft.until` the probability of a gold answer
+    under the model that was saved, a mean over one batch. Raises `TrimtabError` where it has not reached that by then.
     """
     observer = observer or NullObserver()
     if out.exists() and any(out.iterdir()):
@@ -63,7 +51,7 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
         loaded.model.save_pretrained(temporary)
         loaded.tokenizer.save_pretrained(temporary)
     observer.finished(metrics, None)
-    return SftResult(out, metrics)
+    return metrics
 
 
 def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
@@ -94,10 +82,16 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
     optim = OptimConfig(lr=sft.lr, warmup=sft.warmup)
     optimizer = build_optimizer(model.parameters(), optim)
     stream = PromptStream(task, loaded.tokenizer, config.seed if sft.seed is None else sft.seed)
+    device, budget = next(model.parameters()).device, 0
     metrics: dict[str, Any] = {}
     for step in range(sft.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(optim, step, sft.steps)
-        micros = list(_gold_batch(config, loaded, stream))
+        rows = _gold_rows(loaded.tokenizer, stream, sft.batch)
+        if step == 0:
+            prompt, response = (max(map(len, ids)) for ids in ([row.prompt.ids for row in rows], rows))
+            budget = micro_batch_tokens(config, model, device, prompt=prompt, response=response)
+        parts = micro_batches(rows, [[index] for index in range(len(rows))], budget)
+        micros = [to_tensors(rows, chosen, stream.pad_id, device) for chosen in parts]
         tokens = sum(int(micro.mask.sum()) for micro in micros)
         loss = probability = 0.0
         for micro in micros:
@@ -126,14 +120,10 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
     return metrics
 
 
-def _gold_batch(config: Config, loaded: LoadedModel, stream: PromptStream) -> Iterator[MicroBatch]:
+def _gold_rows(tokenizer: Any, stream: PromptStream, count: int) -> list[Trajectory]:
     rows, sampling = [], SamplingParams(stop=stream.task.stop)
-    for group, prompt in enumerate(stream.take(config.sft.batch)):
-        completion = encode_demonstration(stream.task.gold(prompt.problem), loaded.tokenizer, sampling)
+    for group, prompt in enumerate(stream.take(count)):
+        completion = encode_demonstration(stream.task.gold(prompt.problem), tokenizer, sampling)
         mask = np.ones(len(completion.response_ids), dtype=np.bool_)
         rows.append(Trajectory(prompt, group, completion, sampling, mask, reward=1.0, rewards={}, off_policy=True))
-    device = next(loaded.model.parameters()).device
-    prompt, response = (max(map(len, ids)) for ids in ([row.prompt.ids for row in rows], rows))
-    tokens = micro_batch_tokens(config, loaded.model, device, prompt=prompt, response=response)
-    for chosen in micro_batches(rows, [[index] for index in range(len(rows))], tokens):
-        yield to_tensors(rows, chosen, stream.pad_id, device)
+    return rows

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, first_line
 from trimtab.plugins import require_extra
 from trimtab.runs import atomic
 from trimtab.runs.layout import CONFIG, TENSORBOARD, WANDB_ID
@@ -70,6 +70,5 @@ def _wandb(project: str, run_dir: Path) -> Sink:
     try:
         run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=folder, config=recipe)
     except wandb.errors.Error as error:
-        reason = str(error).splitlines()[0]
-        raise TrimtabError(f"log.wandb: {reason}; run `wandb login`, or set WANDB_MODE=offline") from None
+        raise TrimtabError(f"log.wandb: {first_line(error)}; run `wandb login`, or set WANDB_MODE=offline") from None
     return Sink(lambda step, metrics: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step), run.finish)

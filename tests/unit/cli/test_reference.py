@@ -49,8 +49,8 @@ def test_the_command_prints_every_key_with_type_default_and_description(capsys: 
     assert "  weight_max = 2.0" in blocks['[objective] name = "token-tis"']
     for section in recipe_keys.sections():
         assert [line.split()[0] for line in blocks[section.title]] == list(section.keys)
-    parts = [f'[task] name = "{name}"' for name in tasks.names()]
-    parts += [f'[[reward]] name = "{name}"' for name in rewards.names()]
+    parts = [f'[task] name = "{name}"' for name in tasks.KINDS.names()]
+    parts += [f'[[reward]] name = "{name}"' for name in rewards.KINDS.names()]
     assert set(parts) < set(blocks)
 
 
@@ -107,8 +107,8 @@ def test_every_section_and_every_key_is_described_in_one_line() -> None:
             if recipe_keys.section_of(field.annotation) is None:
                 assert field.description, f"{model.__name__}.{key}: add Field(description=...)"
                 assert "\n" not in field.description
-    parts = {f"task {name}": tasks.options(name) for name in tasks.names()}
-    parts |= {f"reward {name}": rewards.options(name) for name in rewards.names()}
+    parts = {f"task {name}": tasks.KINDS.options(name) for name in tasks.KINDS.names()}
+    parts |= {f"reward {name}": rewards.KINDS.options(name) for name in rewards.KINDS.names()}
     for name, fields in parts.items():
         for key, field in fields.items():
             assert field.description, f"{name}: {key} has no description"

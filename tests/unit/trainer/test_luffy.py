@@ -56,8 +56,8 @@ def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    collector = Collector(config, responses, engine, scorer)
-    return SyncSource(collector, Buffer(config.trainer))
+    collector = Collector(config, responses, scorer)
+    return SyncSource(collector, Buffer(config.trainer), engine)
 
 
 def batch_of(groups: list[Group], budget: int) -> list[MicroBatch]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer import tasks
+from trimtab.trainer import sft, tasks
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import load
@@ -22,7 +22,7 @@ SMALL = ("task.digits=2", "task.holdout=10", "sft.steps=3", "sft.batch=8")
 def test_it_ends_at_the_first_batch_that_is_probable_enough_and_saves_the_model_of_that_batch(tmp_path: Path) -> None:
     """Three characters of 14 have about 14^-3 = 3.6e-4 before any update."""
     config = load_config("laboratory", [*SMALL, "sft.until=1e-4", "sft.seed=4"])
-    metrics = supervised_warm_start(config, out=tmp_path / "model").metrics
+    metrics = supervised_warm_start(config, out=tmp_path / "model")
     assert metrics["step"] == 1
     untrained, tokenizer = laboratory.build(seed=4)
     saved = load(str(tmp_path / "model"), dtype=torch.float32).model.state_dict()
@@ -34,6 +34,16 @@ def test_it_ends_at_the_first_batch_that_is_probable_enough_and_saves_the_model_
     batch = TokenBatch.pack([prompt.ids for prompt in prompts], answers, range(8), pad_id=12)
     expected = score(untrained, batch).logp.detach().sum(-1).exp().mean()
     assert metrics["sft/gold_probability"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_size_of_micro_batches_is_chosen_before_the_first_update_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later the optimizer's state, which the choice counts as still to come, is allocated."""
+    calls, choose = [], sft.micro_batch_tokens
+    monkeypatch.setattr(sft, "micro_batch_tokens", lambda *args, **sizes: calls.append(sizes) or choose(*args, **sizes))
+    supervised_warm_start(load_config("laboratory", SMALL), out=tmp_path / "model")
+    assert calls == [{"prompt": 3, "response": 3}]
 
 
 def test_a_probability_that_is_not_reached_is_an_error(tmp_path: Path) -> None:

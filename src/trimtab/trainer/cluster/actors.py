@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, first_line
 from trimtab.plugins import require_extra
-from trimtab.trainer.config import Config, RayConfig
+from trimtab.trainer.config import Config
+from trimtab.trainer.config.engine_sections import RayConfig
 
 MAX_CONCURRENT_CALLS = 5  # per actor: the long call, its abort, the report, the result of a turn, and one to spare
 
@@ -120,11 +121,7 @@ class ActorSlots:
 
 @contextmanager
 def connect(config: RayConfig) -> Iterator[None]:
-    """Connects to the cluster for the duration of the context; an existing connection is used and kept.
-
-    Raises:
-        TrimtabError: Ray is not installed, or there is no cluster at the address.
-    """
+    """Connects to the cluster for the duration of the context; an existing connection is used and kept."""
     require_extra("ray", 'placement = "ray"')
     import ray
 
@@ -147,7 +144,7 @@ def connect(config: RayConfig) -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)  # Ray installs a handler that exits at once
     except (OSError, ValueError, RuntimeError) as error:
         raise TrimtabError(
-            f"no Ray cluster at ray.address = {config.address!r} ({str(error).splitlines()[0]}): start one with "
+            f"no Ray cluster at ray.address = {config.address!r} ({first_line(error)}): start one with "
             "`ray start --head`, or set ray.address"
         ) from None
     try:
@@ -159,11 +156,7 @@ def connect(config: RayConfig) -> Iterator[None]:
 
 @contextmanager
 def reserve_slots(config: Config) -> Iterator[ActorSlots]:
-    """Reserves the slots of a run, all or none, and releases them on exit, which also kills actors still in them.
-
-    Raises:
-        TrimtabError: the cluster does not have the resources within `ray.start_timeout` seconds.
-    """
+    """Reserves the slots of a run, all or none, and releases them on exit, which also kills actors still in them."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 

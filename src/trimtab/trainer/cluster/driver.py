@@ -30,7 +30,6 @@ from trimtab.trainer.cluster.actors import (
 )
 from trimtab.trainer.cluster.ray_transport import build_engines
 from trimtab.trainer.config import Config, parse_config
-from trimtab.trainer.engines.engine_spec import engine_spec
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.observer import Moment, NullObserver, Observer
 from trimtab.trainer.ranks import launched_by_torchrun
@@ -257,7 +256,7 @@ class TrainerRank:
             torch.set_num_threads(slots.trainers[self._rank].threads)
 
             def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
-                return build_engines(config, engine_spec(config, files), slots.engines)
+                return build_engines(config, files, slots.engines)
 
             result = train_rank(
                 parse_config(tomllib.loads(recipe), "recipe"),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trimtab.errors import EngineDeadError
 from trimtab.trainer.cluster.actors import ActorLost, ActorSlot, convert_ray_errors, get_result, kill_actor
-from trimtab.trainer.config import Config, RayConfig
+from trimtab.trainer.config import Config
 from trimtab.trainer.engines.remote.engine_host import CallResult, EngineHost
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, TransportLost
@@ -44,23 +44,23 @@ class EngineActor(EngineHost):
         super().__init__()
         self._ended: queue.SimpleQueue[EndedTurn] = queue.SimpleQueue()
 
-    def start_engine(self, spec: Mapping[str, Any], files: Mapping[str, bytes], shard_size: int) -> tuple[int, str]:
-        """Builds the engine from its specification and the files of its model; returns process id and node."""
+    def start_engine(self, config: Config, files: Mapping[str, bytes], threads: int) -> tuple[int, str]:
+        """Builds the engine of a recipe with the files of its model; returns process id and node."""
         self._folder = tempfile.TemporaryDirectory(prefix="trimtab-engine-")
-        self._shard_size = shard_size
+        self._shard_size = config.ray.shard_mib << 20
         for name, content in files.items():
             (Path(self._folder.name) / name).write_bytes(content)
-        self.build({**spec, "model": self._folder.name})
+        self.build(config, Path(self._folder.name), threads)
         return os.getpid(), os.uname().nodename
 
     def generate(self, engine: Engine, request: bytes) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _pickle(super().generate(engine, *_unpickle(request)))
 
     def update_weights(self, engine: Engine, stored: StoredWeights, as_is: bool) -> None:
-        engine.update_weights(unpack(fetch_shards(stored.references)), stored.version, as_is=as_is)
+        engine.update_weights(unpack_shards(fetch_shards(stored.references)), stored.version, as_is=as_is)
 
     def named_weights(self, engine: Engine) -> StoredWeights:
-        return store_shards(pack(engine.named_weights(), self._shard_size), engine.policy_version)
+        return store_shards(pack_shards(engine.named_weights(), self._shard_size), engine.policy_version)
 
     def send_turn(self, turn: EndedTurn) -> None:
         self._ended.put(turn)
@@ -88,16 +88,15 @@ class RayTransport:
 
     pid = 0  # until the engine has started
 
-    def __init__(self, spec: Mapping[str, Any], slot: ActorSlot, publisher: WeightPublisher, config: RayConfig) -> None:
-        self._slot, self._publisher, self._config = slot, publisher, config
-        self._spec = {**spec, "threads": slot.threads}
+    def __init__(self, config: Config, folder: Path, slot: ActorSlot, publisher: WeightPublisher) -> None:
+        self._config, self._slot, self._publisher = config, slot, publisher
         # Without weights, which are published.
-        self._files = {item.name: item.read_bytes() for item in Path(spec["model"]).iterdir() if item.is_file()}
+        self._files = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
         self._start()
 
     def _start(self) -> None:
         self._host = self._slot.start(EngineActor)
-        self._starting = self._host.start_engine.remote(self._spec, self._files, self._config.shard_mib << 20)
+        self._starting = self._host.start_engine.remote(self._config, self._files, self._slot.threads)
         self._where = "the engine's actor"
         self.progress, self.turns, self._report = 0, list[EndedTurn](), None
 
@@ -106,11 +105,10 @@ class RayTransport:
 
         Raises:
             EngineDeadError: the actor was lost, or did not start within `ray.start_timeout` seconds.
-            TrimtabError: the engine cannot be built there.
         """
         try:
             with self._convert_loss():
-                self.pid, node = get_result(self._starting, self._config.start_timeout)
+                self.pid, node = get_result(self._starting, self._config.ray.start_timeout)
         except TransportLost as lost:
             raise EngineDeadError(str(lost)) from None
         self._where = f"process {self.pid} on {node}"
@@ -149,7 +147,7 @@ class RayTransport:
                 value = _unpickle(value)
             if error is None and self._method == "named_weights":
                 # Objects stay in the store while one of their tensors is used.
-                value = list(unpack(fetch_shards(value.references)))
+                value = list(unpack_shards(fetch_shards(value.references)))
         return value, error, state
 
     def send_result(self, turn: HandledTurn) -> None:
@@ -178,14 +176,10 @@ class RayTransport:
             raise TransportLost(self.describe(f"was lost ({error})")) from None
 
 
-def build_engines(config: Config, spec: Mapping[str, Any], slots: Sequence[ActorSlot]) -> list[RemoteEngine]:
-    """Starts one engine in each slot and returns them.
-
-    Raises:
-        TrimtabError: an engine cannot be built there, or its actor did not start within `ray.start_timeout` seconds.
-    """
+def build_engines(config: Config, folder: Path, slots: Sequence[ActorSlot]) -> list[RemoteEngine]:
+    """Starts one engine in each slot and returns them. folder: config, generation config and tokenizer of the model."""
     publisher = WeightPublisher(getattr(torch, config.engine.dtype), config.ray.shard_mib << 20)
-    transports = [RayTransport(spec, slot, publisher, config.ray) for slot in slots]
+    transports = [RayTransport(config, folder, slot, publisher) for slot in slots]
     for transport in transports:
         transport.wait_until_started()
     return [RemoteEngine(transport, hang_timeout=config.engine.hang_timeout) for transport in transports]
@@ -233,7 +227,7 @@ class WeightPublisher:
         with self._lock:
             if self._last is None or self._last.version != version or self._source is not weights:
                 self._source = self._last = None  # freed before the next update fills the store
-                self._last = store_shards(pack(weights, self._limit, self._dtype), version)
+                self._last = store_shards(pack_shards(weights, self._limit, self._dtype), version)
                 self._source = None if isinstance(weights, Iterator) else weights
             return self._last
 
@@ -245,7 +239,7 @@ def store_shards(shards: Iterable[Shard], version: int) -> StoredWeights:
     return StoredWeights(version, [ray.put(shard) for shard in shards])
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
+def pack_shards(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
     """Groups tensors, in order, into objects of at most `limit` bytes (a larger tensor is a separate object).
 
     A tied tensor is stored once, under its first name.
@@ -268,7 +262,7 @@ def pack(weights: Iterable[tuple[str, Tensor]], limit: int, dtype: torch.dtype |
         yield shard
 
 
-def unpack(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
+def unpack_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
     """Yields the named tensors of a weight update. They share memory with the objects and must not be written to."""
     for shard in shards:
         for name, dtype, shape, array in shard:

@@ -6,28 +6,12 @@ section          their base class, and kinds of numbers
 consistency      settings that contradict each other, and keys without effect
 """
 
-from trimtab.trainer.config.engine_sections import CanaryConfig, EngineConfig, RayConfig, ServerConfig, VllmConfig
+from trimtab.trainer.config.engine_sections import EngineConfig, ServerConfig
 from trimtab.trainer.config.overrides import parse_override, split_overrides
 from trimtab.trainer.config.recipe_paths import LABORATORY_MODELS
 from trimtab.trainer.config.recipes import is_recipe, load_config, parse_config, recipe_names
-from trimtab.trainer.config.schema import (
-    GOLD,
-    REQUIRED_SECTIONS,
-    Config,
-    DemonstrationConfig,
-    LogConfig,
-    LoraConfig,
-    PerturbationConfig,
-    PrefixConfig,
-    ShardingConfig,
-)
-from trimtab.trainer.config.training_sections import (
-    BATCH_BASELINE,
-    DISTILLATION,
-    TOKEN_BASELINE,
-    GuardConfig,
-    OptimConfig,
-)
+from trimtab.trainer.config.schema import GOLD, REQUIRED_SECTIONS, Config, EnvironmentConfig, LogConfig, PrefixConfig
+from trimtab.trainer.config.training_sections import BATCH_BASELINE, DISTILLATION, TOKEN_BASELINE, OptimConfig
 
 __all__ = [
     "BATCH_BASELINE",
@@ -36,20 +20,13 @@ __all__ = [
     "LABORATORY_MODELS",
     "REQUIRED_SECTIONS",
     "TOKEN_BASELINE",
-    "CanaryConfig",
     "Config",
-    "DemonstrationConfig",
     "EngineConfig",
-    "GuardConfig",
+    "EnvironmentConfig",
     "LogConfig",
-    "LoraConfig",
     "OptimConfig",
-    "PerturbationConfig",
     "PrefixConfig",
-    "RayConfig",
     "ServerConfig",
-    "ShardingConfig",
-    "VllmConfig",
     "is_recipe",
     "load_config",
     "parse_config",

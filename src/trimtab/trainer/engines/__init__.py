@@ -1,6 +1,6 @@
 """Inference engines behind one protocol (`types.Engine`): in this process, in another one, vLLM, and servers.
 
-- `factory`: the engines of a run, from its recipe; `engine_spec`: one in another process, from a specification.
+- `factory`: the engines of a run, from its recipe.
 - `embedded`: batched sampling with the trainer's own model; `vllm`: with vLLM; `server`: on running servers.
 - `remote`: an embedded or vLLM engine in another process, behind a transport.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -148,11 +148,7 @@ def build_rows(
     *,
     multi_turn: bool,
 ) -> list[DecodingRow]:
-    """Returns `samples` rows for each prompt, prompt by prompt.
-
-    Raises:
-        TrimtabError: the prefixes do not fit (`validate_prefixes`, `validate_tokens`).
-    """
+    """Returns `samples` rows for each prompt, prompt by prompt."""
     validate_prefixes(prefixes, prompts, samples, sampling)
     validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
     rows = [DecodingRow(p, s) for p in range(len(prompts)) for s in range(samples)]
@@ -176,18 +172,14 @@ def build_rows(
     return rows
 
 
-def mark_aborted(rows: Iterable[DecodingRow]) -> None:
-    """Marks rows as aborted; they keep the tokens sampled so far."""
-    for row in rows:
-        row.finish = "abort"
-        row.drop_partial_observation()
-
-
 def grouped_completions(
     rows: Sequence[DecodingRow], samples: int, version: int, stop: StopChecker, *, entropies: bool = True
 ) -> list[list[Completion]]:
-    """Returns the responses of each prompt. Rows that are not complete were aborted."""
-    mark_aborted(row for row in rows if not row.complete)
+    """Returns the responses of each prompt. Rows that are not complete were aborted; they keep their tokens so far."""
+    for row in rows:
+        if not row.complete:
+            row.finish = "abort"
+            row.drop_partial_observation()
     done = [row.completion(version, stop) for row in rows]
     done = done if entropies else [replace(one, entropy=None) for one in done]
     return [done[start : start + samples] for start in range(0, len(done), samples)]

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.engine_spec import engine_spec, weight_quantization
+from trimtab.trainer.engines.embedded.weight_quantization import weight_quantization
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
-from trimtab.trainer.models.load import LoadedModel
+from trimtab.trainer.engines.stopping import generation_config
+from trimtab.trainer.models import invariant
+from trimtab.trainer.models.load import LoadedModel, default_device
+from trimtab.trainer.models.matmul import use_fast_linear
+from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.types import Engine
 
 
@@ -30,9 +36,6 @@ def build_engines(
         loaded: the model that is trained.
         folder: its config, generation config and tokenizer; weights are not read.
         notify: called with a line of text while servers are waited for.
-
-    Raises:
-        TrimtabError: more GPUs are needed than there are.
     """
     if config.engine.type == "server":
         from trimtab.trainer.engines.server.server_engine import ServerEngine
@@ -41,13 +44,43 @@ def build_engines(
         return [ServerEngine(config.engine.server.urls, loaded.tokenizer, config.engine, folder, notify)]
     if count := config.engine_processes:
         return _workers(config, folder, count)
+    return [build_engine(config, folder, loaded)]
+
+
+def build_engine(config: Config, folder: Path, loaded: LoadedModel | None = None) -> Engine:
+    """Returns the embedded or the vLLM engine of a recipe, in this process.
+
+    Args:
+        folder: config, generation config and tokenizer of the model.
+        loaded: the model that is trained; None where it is in another process: the weights of the engine are then
+            arbitrary until some are published.
+    """
     if config.engine.type == "vllm":
         from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 
-        return [VllmEngine(folder, loaded.tokenizer, config.engine)]
-    dtype, quantization = getattr(torch, config.engine.dtype), weight_quantization(config)
-    routes = config.routing.replay == "rollout"
-    return [EmbeddedEngine(loaded.model, loaded.tokenizer, dtype=dtype, quantization=quantization, routes=routes)]
+        tokenizer = _tokenizer(folder) if loaded is None else loaded.tokenizer
+        return VllmEngine(folder, tokenizer, config.engine)
+    model, tokenizer, _ = loaded or _without_weights(config, folder)
+    dtype, routes = getattr(torch, config.engine.dtype), config.routing.replay == "rollout"
+    return EmbeddedEngine(model, tokenizer, dtype, quantization=weight_quantization(config), routes=routes)
+
+
+def _without_weights(config: Config, folder: Path) -> LoadedModel:
+    with silence_transformers():
+        shape = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # Float32 whatever the engine's dtype: the engine casts the parameters itself and must get unrounded buffers.
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, trust_remote_code=False)
+        # It names the end-of-sequence ids.
+        model.generation_config = generation_config(folder) or model.generation_config
+        tokenizer = _tokenizer(folder)
+    use_fast_linear(model.base_model)
+    if config.numerics == "invariant":
+        invariant.make_invariant(model)
+    return LoadedModel(model.to(default_device()).eval(), tokenizer, str(folder))
+
+
+def _tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
@@ -59,8 +92,7 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
     else:
         trainer_threads, threads = split_threads(torch.get_num_threads(), count, is_async=bool(config.trainer.max_lag))
         torch.set_num_threads(trainer_threads)
-    spec = engine_spec(config, folder)
-    transports = [ProcessTransport(spec, threads=threads, devices=names) for names in devices]
+    transports = [ProcessTransport(config, folder, threads=threads, devices=names) for names in devices]
     return [RemoteEngine(transport, hang_timeout=config.engine.hang_timeout) for transport in transports]
 
 
@@ -81,9 +113,6 @@ def split_devices(visible: Sequence[str], ranks: int, workers: int, each: int) -
     """Returns CUDA_VISIBLE_DEVICES of each worker: the GPUs after those of the trainer's ranks.
 
     A single GPU is shared by all; then, and without a GPU, every entry is None.
-
-    Raises:
-        TrimtabError: there are several GPUs, but too few.
     """
     gpus = [name for name in visible if name]
     if len(gpus) <= 1:

@@ -33,10 +33,6 @@ def validate_request(
     Args:
         vocabulary: the number of token ids of the model.
         context: the largest number of positions of the model; None where it has no limit.
-
-    Raises:
-        TrimtabError: a number out of range; "raw" log-probs; a prompt that is empty, holds ids outside the vocabulary,
-            or does not fit the context with `max_tokens`.
     """
     if samples < 1 or sampling.max_tokens < 1:
         raise TrimtabError(f"samples = {samples}, max_tokens = {sampling.max_tokens}: both must be at least 1")
@@ -74,13 +70,7 @@ def validate_vllm_temperature(sampling: SamplingParams) -> None:
 def validate_prefixes(
     prefixes: Prefixes | None, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams
 ) -> None:
-    """Validates that prefixes fit the prompts, the number of samples and the sampling parameters.
-
-    Raises:
-        TrimtabError: not one prefix for each sample of each prompt; per-token fields of another length than the ids;
-            longer than `max_tokens`; sampling masks missing, or given where the sampling is not truncated; experts
-            recorded for another number of tokens.
-    """
+    """Validates that prefixes fit the prompts, the number of samples and the sampling parameters."""
     if prefixes is None:
         return
     if len(prefixes) != len(prompts) or any(len(group) != samples for group in prefixes):
@@ -126,11 +116,7 @@ def validate_tokens(
     *,
     multi_turn: bool = False,
 ) -> None:
-    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are finished or multi-turn.
-
-    Raises:
-        TrimtabError: an id outside the vocabulary; a stop id or stop string, unless the finish reason is "stop".
-    """
+    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are finished or multi-turn."""
     if prefixes is None:
         return
     for name, _, prefix in _distinct_prefixes(prefixes, prompts):

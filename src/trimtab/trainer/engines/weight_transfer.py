@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.files import sync
+from trimtab.trainer.models.sharding import shared_parameters
 
 ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
@@ -40,7 +41,8 @@ Entry = Sequence[Any]
 MEMORY = Path("/dev/shm")
 PREFIX = "trimtab-weights-"
 FILE = "model.safetensors"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "BOOL": "bool"}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "BOOL": "bool", "U8": "uint8"}
+_DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,8 @@ class WeightManifest:
     @classmethod
     def of(cls, model: Any) -> WeightManifest:
         """Returns the manifest of a transformers model on any device."""
-        state = model.state_dict(keep_vars=True)
-        first = {id(p): name for name, p in model.named_parameters()}
-        named = model.named_parameters(remove_duplicate=False)
-        return cls(
-            shapes={name: tensor.shape for name, tensor in state.items()},
-            aliases={name: first[id(p)] for name, p in named if first[id(p)] != name},
-            required=tuple(first.values()),
-        )
+        shapes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+        return cls(shapes, shared_parameters(model), tuple(name for name, _ in model.named_parameters()))
 
     @classmethod
     def read(cls, folder: Path | str) -> WeightManifest:
@@ -136,11 +132,7 @@ class SharedWeights:
 
 
 def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
-    """Returns a copy of `weights` that other processes can map. Tied weights are stored once.
-
-    Raises:
-        TrimtabError: there is not enough memory.
-    """
+    """Returns a copy of `weights` that other processes can map. Tied weights are stored once."""
     descriptor = os.memfd_create("trimtab-weights") if hasattr(os, "memfd_create") else _temporary_file()
     try:
         return SharedWeights(descriptor, _write(descriptor, weights))
@@ -264,16 +256,20 @@ class WeightFolder:
 
 
 def entries(folder: Path) -> tuple[Path, list[Entry]]:
-    """Returns the file in a published folder and the entries of its weights (`SharedWeights`)."""
+    """Returns the file in a published folder and the entries of its weights (`SharedWeights`).
+
+    Raises `TrimtabError` for a weight of another type than those of torch's floats, whole numbers and booleans.
+    """
     path = folder / FILE
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    table: list[Entry] = [
-        [name, _DTYPES[item["dtype"]], item["shape"], 8 + size + item["data_offsets"][0]]
-        for name, item in header.items()
-        if name != "__metadata__"
-    ]
+    header.pop("__metadata__", None)
+    table: list[Entry] = []
+    for name, item in header.items():
+        if item["dtype"] not in _DTYPES:
+            raise TrimtabError(f"weight {name!r} is of type {item['dtype']}: servers take {', '.join(_DTYPES)}")
+        table.append([name, _DTYPES[item["dtype"]], item["shape"], 8 + size + item["data_offsets"][0]])
     return path, table
 
 

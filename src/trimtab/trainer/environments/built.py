@@ -1,51 +1,30 @@
-"""An environment ready for use, built from its description in a recipe."""
+"""An environment ready for use, built from the section `[environment]` of a recipe."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from trimtab.errors import TrimtabError, did_you_mean, explain
+from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import load_function
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.environment import check_class, describe_tool, required_parameters, tool_names
-from trimtab.trainer.environments.episodes import EpisodeLimits, EpisodeRunner
+from trimtab.trainer.environments.episodes import EpisodeRunner
 from trimtab.trainer.environments.formats import END, SHAPE, Chat, Fence, Format, Tag, build_format
 from trimtab.trainer.environments.swap_environment import SwapEnvironment
+from trimtab.trainer.registry import Registry
 from trimtab.types import Problem, Prompt, Task
 
-T = TypeVar("T", bound=BaseModel)
-
-NAMES = ("python", "swap", "openenv")
-"""The names of the built-in environments."""
-
-
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """An environment and how its episodes run.
-
-    Attributes:
-        name: "python", "swap", "openenv", a class, or a user's own class as `module:Class`.
-        options: keywords of the environment; those of a class are arguments of its constructor.
-        format: "tag", "fence", "chat", or a user's own class as `module:Format`.
-        instructions: text before every prompt.
-        turn_tokens: largest number of tokens of a turn; None: those of the whole episode.
-        turns, observation_tokens, timeout, answer: see `EpisodeLimits`.
-    """
-
-    name: str | type
-    options: Mapping[str, Any] = field(default_factory=dict)
-    format: str = "tag"
-    instructions: str = ""
-    turns: int = 5
-    turn_tokens: int | None = None
-    observation_tokens: int = 256
-    timeout: float = 10.0
-    answer: str | None = None
+OWN = "write your own as module:Class"
+KINDS = Registry(
+    "environment",
+    {"openenv": "environments.openenv:Options", "python": "environments.python_environment:Options"},
+    OWN,
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +32,16 @@ class BuiltEnvironment:
     """An environment ready for use.
 
     Attributes:
-        spec: how its episodes run.
+        section: how its episodes run.
+        label: its name in messages.
         kind: its class.
         factory: makes one for an episode.
         close: ends what all of them share.
         concurrent_calls: how many calls run at a time; more wait. None: all.
     """
 
-    spec: EnvironmentSpec
+    section: EnvironmentConfig
+    label: str
     kind: Any
     factory: Callable[[], Any]
     close: Callable[[], None] = lambda: None
@@ -72,28 +53,40 @@ class BuiltEnvironment:
         return tuple(tool_names(self.kind))
 
     def adapt(self, task: Task) -> Task:
-        """Returns `task` with the stops of the format, and instructions or the tools in its prompts.
-
-        Raises:
-            TrimtabError: the format is unknown, or does not fit the tools or the style of the prompts.
-        """
-        if self.spec.format == "chat":
-            shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), self.spec.instructions, "")
+        """Returns `task` with the stops of the format, and instructions or the tools in its prompts."""
+        name, instructions = self.section.format, self.section.instructions
+        if name == "chat":
+            shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), instructions, "")
         else:
             form = self._text_format()
             # The code of a block begins in a new line.
             shape = "".join(getattr(form, "begin", ())) + ("\n" if isinstance(form, Fence) else "")
             description = ""
-            if isinstance(form, Tag | Fence) and not self.spec.instructions:
+            if isinstance(form, Tag | Fence) and not instructions:
                 description = form.describe(self.schemas())
-            adapted = task.with_tools(tuple(form.stop), (), self.spec.instructions, description)
+            adapted = task.with_tools(tuple(form.stop), (), instructions, description)
         inside = [stop for stop in task.stop if stop in shape]
         if inside:
             raise TrimtabError(
-                f"a turn of task {task.name!r} ends at {inside[0]!r}, before a call in environment.format = "
-                f"{self.spec.format!r} is complete: take another task.stop or format"
+                f"a turn of task {task.name!r} ends at {inside[0]!r}, before a call in environment.format = {name!r} "
+                "is complete: take another task.stop or format"
             )
         return adapted
+
+    def refuse_unused_rewards(self, given: str | None) -> None:
+        """Raises `TrimtabError` if rewards were `given`, in these words, for episodes that the class scores itself.
+
+        The rewards that a task has by default are not given.
+        """
+        if given is None or not hasattr(self.kind, "get_reward"):
+            return
+        other = "take get_reward() out of the class"
+        if self.label == "openenv":
+            other = "set environment.reward = false, and the rewards score the last turn"
+        raise TrimtabError(
+            f"environment {self.label!r} has get_reward(), which scores its episodes, so {given} would never be "
+            f"called: leave it out, or {other}"
+        )
 
     def runner(
         self,
@@ -106,71 +99,70 @@ class BuiltEnvironment:
 
         `encode_prompt` returns the prompt of a problem for a tokenizer. `max_prompt` is the number of its tokens that
         the context holds besides an episode; None if it is not known.
-
-        Raises:
-            TrimtabError: what `adapt` raises; a chat template that cannot be continued.
         """
-        spec = self.spec
-        form = Chat(tokenizer, self.schemas()) if spec.format == "chat" else self._text_format()
-        limits = EpisodeLimits(
-            spec.turns, spec.turn_tokens or max_tokens, spec.observation_tokens, spec.timeout, spec.answer
-        )
+        form = Chat(tokenizer, self.schemas()) if self.section.format == "chat" else self._text_format()
         return EpisodeRunner(
-            self.factory, form, limits, tokenizer, max_tokens, encode_prompt, max_prompt, self.concurrent_calls
+            self.factory, form, self.section, tokenizer, max_tokens, encode_prompt, max_prompt, self.concurrent_calls
         )
 
     def _text_format(self) -> Format:
         multi_argument = frozenset(tool for tool in self.tools if len(required_parameters(self.kind, tool)) > 1)
-        return build_format(self.spec.format, self.tools, multi_argument)
+        return build_format(self.section.format, self.tools, multi_argument)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """Returns the JSON schemas of the tools."""
         return tuple(describe_tool(getattr(self.kind, tool), f"tool {tool!r}") for tool in self.tools)
 
 
-def build(spec: EnvironmentSpec) -> BuiltEnvironment:
-    """Returns the environment.
+def build(section: EnvironmentConfig, kind: type | None = None) -> BuiltEnvironment:
+    """Returns the environment that the section describes, of the class `kind` instead of its own if that is given.
 
-    Raises:
-        TrimtabError: an unknown name or option, a class that is not an environment, a sandbox that cannot run here.
+    Raises `TrimtabError`: an unknown name or option, a class that is not an environment or was given in Python to an
+    earlier run, a sandbox that cannot run here.
     """
-    name = SwapEnvironment if spec.name == "swap" else spec.name
-    if name == "python":
-        return _python(spec)
-    if name == "openenv":
-        return _openenv(spec)
-    if isinstance(name, str) and ":" not in name:
-        raise TrimtabError(f"unknown environment {name!r}{did_you_mean(name, NAMES)}; write your own as module:Class")
-    kind = load_function(name, "environment") if isinstance(name, str) else name
-    label = spec.name if isinstance(spec.name, str) else spec.name.__name__
+    if kind is None and section.name == "python":
+        return _python(section)
+    if kind is None and section.name == "openenv":
+        return _openenv(section)
+    label = section.name if kind is None else kind.__name__
+    kind = kind or _class_of(section.name)
     check_class(kind, label)
     try:
-        inspect.signature(kind).bind(**spec.options)
+        inspect.signature(kind).bind(**section.keywords)
     except TypeError as error:
         raise TrimtabError(f"environment {label!r}: {error}") from None
-    return BuiltEnvironment(spec, kind, functools.partial(kind, **spec.options))
+    return BuiltEnvironment(section, label, kind, functools.partial(kind, **section.keywords))
 
 
-def _python(spec: EnvironmentSpec) -> BuiltEnvironment:
+def _class_of(name: str) -> Any:
+    if name == "swap":
+        return SwapEnvironment
+    if ":" not in name:
+        raise TrimtabError(f"unknown environment {name!r}{did_you_mean(name, ['swap', *KINDS.classes])}; {OWN}")
+    module, _, kind = name.partition(":")
+    if "<locals>" in kind or (module == "__main__" and not hasattr(sys.modules["__main__"], kind)):
+        last = kind.rpartition(".")[2]
+        raise TrimtabError(
+            f"environment {name!r} was given in Python, trimtab.train(environment={last}), and has no name that leads "
+            f"to it from here: put the class into a module and add --set environment.name=MODULE:{last}, or pass it "
+            "to trimtab.train again"
+        )
+    return load_function(name, "environment")
+
+
+def _python(section: EnvironmentConfig) -> BuiltEnvironment:
     from trimtab.trainer.environments.python_environment import Options, PythonEnvironment, build_pool
 
-    options = _options(Options, spec)
-    pool = build_pool(options, spec.timeout)
+    options: Options = KINDS.read("python", section.keywords)
+    pool = build_pool(options, section.timeout)
     factory = functools.partial(PythonEnvironment, pool, stateful=options.stateful)
-    return BuiltEnvironment(spec, PythonEnvironment, factory, pool.close, concurrent_calls=options.workers)
+    return BuiltEnvironment(section, "python", PythonEnvironment, factory, pool.close, options.workers)
 
 
-def _openenv(spec: EnvironmentSpec) -> BuiltEnvironment:
+def _openenv(section: EnvironmentConfig) -> BuiltEnvironment:
     from trimtab.trainer.environments.openenv import Options, openenv_class
 
-    options = _options(Options, spec)
+    options: Options = KINDS.read("openenv", section.keywords)
     kind = openenv_class(options)
     check_class(kind, "openenv")
-    return BuiltEnvironment(spec, kind, functools.partial(kind, options))
-
-
-def _options(options: type[T], spec: EnvironmentSpec) -> T:
-    try:
-        return options(**spec.options)
-    except ValidationError as error:
-        raise TrimtabError(f"environment {spec.name!r}: {explain(error, options.model_fields)}") from None
+    return BuiltEnvironment(section, "openenv", kind, functools.partial(kind, options))

@@ -33,7 +33,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, first_line
 from trimtab.trainer.environments.background import EnvironmentFailed
 from trimtab.trainer.environments.formats import Call, ToolError
 
@@ -102,11 +102,7 @@ def _parameters(kind: Any, tool: str) -> list[inspect.Parameter]:
 
 
 def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Returns the JSON schema of a tool as chat templates take it.
-
-    Raises:
-        TrimtabError: a parameter has no type hint, or the docstring does not describe it.
-    """
+    """Returns the JSON schema of a tool as chat templates take it."""
     if (schema := getattr(method, JSON_SCHEMA, None)) is not None:
         return schema
     from transformers.utils.chat_template_utils import get_json_schema
@@ -114,9 +110,8 @@ def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return get_json_schema(method)
     except Exception as error:
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TrimtabError(
-            f"{name}: {text} (write type hints, and a docstring with a line for each parameter under Args)"
+            f"{name}: {first_line(error)} (write type hints, and a docstring with a line for each parameter under Args)"
         ) from None
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trimtab.errors import TrimtabError, error_text
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
 from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
 from trimtab.trainer.environments.formats import Call, Format, ToolError
@@ -23,30 +24,14 @@ from trimtab.types import Completion, Engine, EpisodeOutcome, FinishReason, Prob
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Bounds of an episode.
+@dataclass
+class EpisodeRunner:
+    """What the episodes of all requests have in common.
 
     Attributes:
-        turns: turns of the model. A call in the last one is not made.
-        turn_tokens, observation_tokens: tokens of one turn and of one result; a longer result is cut in the middle.
-        timeout: seconds of one call of a method, also of the constructor, `reset`, `get_reward` and `close`.
-        answer: a regular expression that a last turn without a call must contain; None: any text but a blank one.
-    """
-
-    turns: int
-    turn_tokens: int
-    observation_tokens: int
-    timeout: float
-    answer: str | None = None
-
-
-class EpisodeRunner:
-    """Starts the episodes of requests.
-
-    Args:
         factory: makes an environment.
         form: how calls and results are written.
+        section: the bounds of an episode; its seconds hold for the constructor, `reset`, `get_reward`, `close` as well.
         tokenizer: encodes results.
         max_tokens: of a response, results included.
         encode_prompt: returns the prompt of a problem for a tokenizer.
@@ -54,29 +39,18 @@ class EpisodeRunner:
         concurrent_calls: how many calls may run at a time; a call that waits for its turn uses up no time. None: all.
     """
 
-    def __init__(
-        self,
-        factory: Callable[[], Any],
-        form: Format,
-        limits: EpisodeLimits,
-        tokenizer: Any,
-        max_tokens: int,
-        encode_prompt: Callable[[Problem, Any], Prompt],
-        max_prompt: int | None = None,
-        concurrent_calls: int | None = None,
-    ) -> None:
-        self.factory, self.form, self.limits = factory, form, limits
-        self.encoder = ResultEncoder(tokenizer, form, limits.observation_tokens)
-        self.max_tokens, self.max_prompt = max_tokens, max_prompt
-        self.encode_prompt = encode_prompt
-        self.slots = None if concurrent_calls is None else threading.Semaphore(concurrent_calls)
+    factory: Callable[[], Any]
+    form: Format
+    section: EnvironmentConfig
+    tokenizer: Any
+    max_tokens: int
+    encode_prompt: Callable[[Problem, Any], Prompt]
+    max_prompt: int | None = None
+    concurrent_calls: int | None = None
 
-    def start(self, prompts: Sequence[Prompt], samples: int, *, reset_seeds: Sequence[int]) -> Episodes:
-        """Resets an environment for each of `samples` responses to each prompt.
-
-        `reset_seeds` has a seed for each prompt (see `reset_seed`), which all responses to it share.
-        """
-        return Episodes(self, prompts, samples, reset_seeds)
+    def __post_init__(self) -> None:
+        self.encoder = ResultEncoder(self.tokenizer, self.form, self.section.max_observation_tokens)
+        self.slots = None if self.concurrent_calls is None else threading.Semaphore(self.concurrent_calls)
 
     def generate(
         self,
@@ -89,7 +63,7 @@ class EpisodeRunner:
         reset_seeds: Sequence[int],
     ) -> list[list[Completion]]:
         """Returns the responses of one `generate` call, whose seed is `seed`, with their outcomes."""
-        with contextlib.closing(self.start(prompts, samples, reset_seeds=reset_seeds)) as episodes:
+        with contextlib.closing(Episodes(self, prompts, samples, reset_seeds)) as episodes:
             completions = engine.generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
             return episodes.finish(completions)
 
@@ -97,18 +71,19 @@ class EpisodeRunner:
 class Episodes:
     """The episodes of one request (`types.TurnHandler`), through all its `generate` calls.
 
-    Pass `prompts` and `samples` to the engine. If `reset` returned one text for each problem, the responses to it
-    share a prompt; otherwise each response of the request has a separate one.
+    An environment is reset for each of `samples` responses to each prompt; `reset_seeds` has a seed for each prompt
+    (see `reset_seed`), which all responses to it share. Pass the attributes `prompts` and `samples` to the engine: if
+    `reset` returned one text for each problem, the responses to it share a prompt; otherwise each has a separate one.
     """
 
     def __init__(
         self, runner: EpisodeRunner, prompts: Sequence[Prompt], samples: int, reset_seeds: Sequence[int]
     ) -> None:
-        self.max_turn_tokens = runner.limits.turn_tokens
+        self.max_turn_tokens = runner.section.max_turn_tokens or runner.max_tokens
         self._runner = runner
         self._group_size = samples
         self._episodes = [
-            Episode(prompt, seed, runner.limits.timeout)
+            Episode(prompt, seed, runner.section.timeout)
             for prompt, seed in zip(prompts, reset_seeds, strict=True)
             for _ in range(samples)
         ]
@@ -182,7 +157,7 @@ class Episodes:
         episode.length, episode.result, episode.call = n, None, None
         turn = int(completion.turn[-1])
         call = self._call(episode, completion)
-        if call is None or turn + 1 >= self._runner.limits.turns or episode.failure:
+        if call is None or turn + 1 >= self._runner.section.max_turns or episode.failure:
             episode.result = TurnResult.end("stop" if call is None else "length")
             return episode.result.finish_reason
         episode.calls += 1
@@ -259,7 +234,7 @@ class Episodes:
         begins = [turn.find(begin) for begin in getattr(self._runner.form, "begin", ()) if begin in turn]
         if begins:
             text = turn[: min(begins)]  # a call without its end is not an answer
-        answer = self._runner.limits.answer
+        answer = self._runner.section.answer
         if answer is None:
             return not text.strip()
         return re.search(answer, text) is None

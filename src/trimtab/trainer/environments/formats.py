@@ -165,10 +165,6 @@ class Chat:
 
     Args:
         schemas: JSON schemas of the tools.
-
-    Raises:
-        TrimtabError: the template shows no tools, changes earlier messages when a result follows them, or does not end
-            a message with the tokenizer's end-of-sequence token.
     """
 
     def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
@@ -218,10 +214,6 @@ def build_format(name: str, tools: tuple[str, ...], multi_argument_tools: frozen
     """Returns the format `name`: "tag", "fence", or a user's own class as `module:Format`.
 
     `multi_argument_tools` are the tools that need more than one argument.
-
-    Raises:
-        TrimtabError: an unknown name; "fence" for several tools or arguments; a class that cannot be imported or has no
-            `parse`, `render` or `stop`.
     """
     if name == "tag":
         return Tag(tools, multi_argument_tools)

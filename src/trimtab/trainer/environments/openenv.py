@@ -42,7 +42,7 @@ class ServerError(Exception):
     """The server refused a message, or the connection was lost."""
 
 
-class Connection:
+class Session:
     """A session of an OpenEnv server, which is one environment until it is closed."""
 
     def __init__(self, url: str) -> None:
@@ -86,26 +86,26 @@ class OpenEnv:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._connection = Connection(options.url)
+        self._session = Session(options.url)
         self._rewards: list[float | None] = []
         self._done = False
 
     async def reset(self, **row: Any) -> str:
         """Begins an episode. The server gets the row, with a seed that is the same for all responses to it."""
         self._rewards, self._done = [], False
-        answer = await self._connection.send("reset", row)
+        answer = await self._session.send("reset", row)
         self._done = bool(answer.get("done"))
         text = observation_text(answer.get("observation", {}), self._options.observation)
         return text and "\n" + text
 
     async def close(self) -> None:
         """Ends the session of the server."""
-        await self._connection.close()
+        await self._session.close()
 
     async def _step(self, action: Mapping[str, Any]) -> str:
         if self._done:
             raise ValueError("the episode is over")
-        answer = await self._connection.send("step", action)
+        answer = await self._session.send("step", action)
         self._done = bool(answer.get("done"))
         self._rewards.append(answer.get("reward"))
         return observation_text(answer.get("observation", {}), self._options.observation)
@@ -158,9 +158,6 @@ def openenv_class(options: Options) -> type:
     """Returns the class of the environments of a server, with a method for each of its tools.
 
     A server with MCP tools has these; another one has one tool, whose parameters are the fields of its action.
-
-    Raises:
-        TrimtabError: the server cannot be reached or has no action, or a package is not installed.
     """
     require_extra("openenv", "environment 'openenv'")
     call = in_background(lambda: _tools(options), CONNECT_SECONDS)
@@ -185,12 +182,12 @@ async def _tools(options: Options) -> list[Callable[..., Any]]:
     action = answer.json()["action"]
     if "tool_name" not in action.get("properties", {}):
         return [method_of(options.tool, "Makes a step in the environment.", action, lambda arguments: arguments)]
-    connection = Connection(options.url)
+    session = Session(options.url)
     try:
         request = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
-        tools = (await connection.send("mcp", request))["result"]["tools"]
+        tools = (await session.send("mcp", request))["result"]["tools"]
     finally:
-        await connection.close()
+        await session.close()
     for name in (tool["name"] for tool in tools):
         if not name.isidentifier() or name.startswith("_") or name in NOT_TOOLS:
             raise ValueError(f"the tool {name!r} has no usable name")

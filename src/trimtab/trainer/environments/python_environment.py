@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.formats import ToolError
-from trimtab.trainer.sandbox.code_result import GRACE, LOST
+from trimtab.trainer.sandbox.code_result import GRACE, SESSION_LOST
 from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession
 
 
@@ -30,12 +30,7 @@ class Options(BaseModel):
 
 
 def build_pool(options: Options, timeout: float) -> PythonPool:
-    """Returns the pool that all environments of a run share. `timeout`: seconds after which a call is given up.
-
-    Raises:
-        TrimtabError: the sandbox cannot run here; the line says what installs it. The sandbox has no time to end a call
-            by itself before it is given up.
-    """
+    """Returns the pool that all environments of a run share. `timeout`: seconds after which a call is given up."""
     lowest = options.seconds + GRACE
     if timeout < lowest:
         raise TrimtabError(
@@ -74,7 +69,7 @@ class PythonEnvironment:
                 result = session.run(code)
         text = result.output.rstrip("\n")
         if result.error is not None:
-            error = f"{result.error}; {LOST}" if result.lost and self._stateful else result.error
+            error = f"{result.error}; {SESSION_LOST}" if result.lost and self._stateful else result.error
             raise ToolError(f"{text}\n{error}" if text else error)
         return text
 

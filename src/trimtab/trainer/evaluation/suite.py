@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments, rewards, tasks
-from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
+from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.evaluation.eval_results import EvalResult
 from trimtab.trainer.evaluation.eval_tables import Results
 from trimtab.trainer.evaluation.evaluator import evaluate, require_problems
 from trimtab.trainer.rewards import Scorer
-from trimtab.trainer.rollout.episode_responses import refuse_unused_rewards
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 DTYPES = ("bfloat16", "float32")
@@ -31,7 +31,7 @@ class TaskSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     reward: Sequence[RewardSpec] = ()
     max_tokens: int | None = None
-    environment: EnvironmentSpec | None = None
+    environment: EnvironmentConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,6 @@ def compare(
         specs: names of tasks or `TaskSpec`s.
         progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
         notes: lines below the tables, besides those of the tasks.
-
-    Raises:
-        TrimtabError: a task twice, tasks or models that cannot be used.
     """
     modes = settings.modes()
     model_specs = [
@@ -161,7 +158,7 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
         environment = None if spec.environment is None else environments.build(spec.environment)
         if environment is not None:
             stack.callback(environment.close)
-            refuse_unused_rewards(environment, "[[reward]]" if spec.reward else None)
+            environment.refuse_unused_rewards("[[reward]]" if spec.reward else None)
         adapted = task if environment is None else environment.adapt(task)
         prepared_tasks.append(_PreparedTask(label, adapted, problems, scorer, environment))
     _require_distinct("task", [prepared.label for prepared in prepared_tasks])

@@ -177,7 +177,7 @@ class BitwiseCheck(Feature):
             raise TrimtabError(
                 f"{unequal} of {compared} log-probs are not the sampler's bit for bit (largest difference {worst:.3g}):"
                 f' numerics = "invariant" does not hold here with {torch.get_num_threads()} threads; '
-                "tools/first_difference.py of the repository names the module, fewer `threads` may help"
+                "docs/bitwise.md says how to find the module, fewer `threads` may help"
             )
         if compared == 0 and record.step == 1:
             self._notify(NOT_CONFIRMED_MESSAGE)

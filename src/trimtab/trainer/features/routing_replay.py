@@ -43,7 +43,7 @@ class RoutingReplay(Feature):
         if self.replay == "proximal":
             return micro
         prompt_of, time = micro.tokens.prompt_index.tolist(), micro.mask.shape[1]
-        return micro.with_extras(routes=pack(trajectories, prompt_of, time, self.experts))
+        return micro.with_extras(routes=pack_routes(trajectories, prompt_of, time, self.experts))
 
     def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
         if call.purpose == "reference" or not call.micro.rows:
@@ -88,10 +88,7 @@ class RoutingReplay(Feature):
 
 
 def require_mixture(config: Config, model: Any) -> RouterInfo:
-    """Returns the sizes of a model's mixtures.
-
-    Raises `TrimtabError` for a model that is dense, or a mixture of experts of an unknown architecture.
-    """
+    """Returns the sizes of a model's mixtures; raises `TrimtabError` for a dense model."""
     info = router_info(model)
     if info.layers == 0:
         raise TrimtabError(
@@ -101,12 +98,8 @@ def require_mixture(config: Config, model: Any) -> RouterInfo:
     return info
 
 
-def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
-    """Returns the routed experts of one response, validated against this model.
-
-    Raises:
-        TrimtabError: there are none, not one for each token, or not of this model. The message names the response.
-    """
+def checked_routes(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
+    """Returns the routed experts of one response, validated against this model."""
     completion, name = trajectory.completion, f"a response to problem {trajectory.prompt.problem.id!r}"
     routes = completion.routed_experts
     if routes is None:
@@ -121,7 +114,7 @@ def check(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
     return routes
 
 
-def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: RouterInfo) -> Routes:
+def pack_routes(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: RouterInfo) -> Routes:
     """Returns routed experts of a micro-batch, padded like its tokens: prompts on the left, responses on the right.
 
     Args:
@@ -129,11 +122,8 @@ def pack(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int
             first sample are replayed there.
         time: padded length of the responses. Their last tokens are not run through the model and are `UNROUTED`, like
             padding.
-
-    Raises:
-        TrimtabError: see `check`.
     """
-    records = [check(trajectory, routers) for trajectory in trajectories]
+    records = [checked_routes(trajectory, routers) for trajectory in trajectories]
     prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
     shape = (routers.layers, routers.chosen)

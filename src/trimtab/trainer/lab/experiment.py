@@ -108,10 +108,7 @@ class ExperimentPlan:
 
 
 def parse_method(spec: str) -> Method:
-    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`, where the name is a method or a user's own `module:function`.
-
-    Raises `TrimtabError` for any other text or a reserved key.
-    """
+    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`, where the name is a method or a user's own `module:function`."""
     name, rest = split_name(spec)
     if not name:
         raise TrimtabError(

@@ -83,11 +83,7 @@ PARTS: dict[str, _Mechanism] = {
 
 
 def regime(name: str) -> Regime:
-    """Returns the regime of that name, or the combination `a+b`.
-
-    Raises:
-        TrimtabError: a part is unknown or named twice, or two parts set one option to different values.
-    """
+    """Returns the regime of that name, or the combination `a+b`."""
     words = name.split("+")
     for index, word in enumerate(words):
         if word not in PARTS:

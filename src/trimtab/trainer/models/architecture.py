@@ -36,11 +36,7 @@ def check_architecture(kind: str, where: str = "") -> None:
 
 
 def model_parts(model: Any) -> ModelParts:
-    """Returns the parts of a causal language model; peft adapters inside its backbone are kept.
-
-    Raises `TrimtabError` for an architecture that is not in `FAMILIES`, an attention that reads no
-    `PackedLayout`, or a head that is not a plain linear layer.
-    """
+    """Returns the parts of a causal language model; peft adapters inside its backbone are kept."""
     if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model
         model = model.get_base_model()
     kind, attention = model.config.model_type, model.config._attn_implementation
@@ -75,10 +71,7 @@ class DecoderStack(NamedTuple):
 
 
 def decoder_stack(model: Any) -> DecoderStack:
-    """Returns the decoder layers of a model, which may be wrapped by peft: its one list of `num_hidden_layers` modules.
-
-    Raises `TrimtabError` if there is none, or more than one (an encoder and a decoder, a vision tower).
-    """
+    """Returns the decoder layers of a model, maybe wrapped by peft: its one list of `num_hidden_layers` modules."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     name = type(model).__name__

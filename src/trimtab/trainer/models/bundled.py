@@ -42,8 +42,6 @@ def folder() -> Path:
     """Returns the converted model's folder; converts it first if necessary (about 20 s, 0.6 GB of disk).
 
     Several processes may call this at the same time: one converts, the others wait for it.
-
-    Raises `TrimtabError` if the package is not installed or the cache cannot be written.
     """
     root = cache_root()
     gguf, version = _find_gguf()

@@ -23,7 +23,7 @@ from trimtab.trainer.models.invariant.invariant_layers import (
     add_exponentials,
     batch_invariant_matmul,
     compute_dtype,
-    pack,
+    pack_weight,
 )
 from trimtab.trainer.models.matmul import on_accelerator, product
 from trimtab.trainer.models.noise import normals
@@ -312,7 +312,7 @@ def sampling_mask_tile(kept: Int[Tensor, "tokens k"], vocab: slice) -> Bool[Tens
 def pack_head(model: ModelParts) -> list[Tensor]:
     """Returns the tiles of the head's weight, in the layout that `head_logits` multiplies fastest."""
     weight = model.weight
-    return [pack(weight[vocab]) for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device)]
+    return [pack_weight(weight[vocab]) for vocab in _tiles(len(weight), TILE_VOCABULARY, weight.device)]
 
 
 @torch.no_grad()

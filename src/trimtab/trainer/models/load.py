@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trimtab.errors import TrimtabError, neighbors
+from trimtab.errors import TrimtabError, first_line, neighbors
 from trimtab.files import parse_json
 from trimtab.trainer.models import bundled, laboratory, packed_attention
 from trimtab.trainer.models.architecture import check_architecture
@@ -54,8 +54,6 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
     two forwards makes every importance ratio wrong. The tokenizer has a padding token of the vocabulary (its own, or
     else end of text, or else unknown); the embedding is never resized. Without `weights` the model is empty (on the
     meta device), for a rank that receives them from another.
-
-    Raises `TrimtabError` for a missing or broken model, with a message of one line.
     """
     if path in laboratory.NAMES:
         with nullcontext() if weights else torch.device("meta"):
@@ -173,8 +171,7 @@ def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
                 f"model folder {name!r} has no tokenizer ({TOKENIZERS[0]} is missing): save the model's own there "
                 "with tokenizer.save_pretrained(folder)"
             ) from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TrimtabError(f"model folder {name!r}: its tokenizer cannot be loaded: {reason}") from error
+        raise TrimtabError(f"model folder {name!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
@@ -205,11 +202,11 @@ def _readable_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = first_line(error)
         if Path(name).expanduser().is_dir() or name == BUNDLED:
-            raise TrimtabError(f"model {name!r} cannot be loaded: {lines[0].rstrip(' :')}") from error
+            raise TrimtabError(f"model {name!r} cannot be loaded: {reason.rstrip(' :')}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or "offline" in str(error)
-        hint = "the hub is switched off (HF_HUB_OFFLINE)" if offline else f"from the hub: {lines[0]}"
+        hint = "the hub is switched off (HF_HUB_OFFLINE)" if offline else f"from the hub: {reason}"
         raise TrimtabError(
             f"model {name!r} cannot be loaded: no such folder{neighbors(Path(name))}, and {hint}; "
             f"give a local folder, a reachable HF id, or the bundled {BUNDLED!r}"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, first_line
 from trimtab.trainer.models.sharding import full_tensor, is_sharded, shared_parameters
 
 _BASE = ".base_layer"
@@ -29,7 +29,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence
     try:
         wrapped = peft.get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
-        raise TrimtabError(f"model.lora.targets = {targets!r}: {str(error).splitlines()[0]}") from None
+        raise TrimtabError(f"model.lora.targets = {targets!r}: {first_line(error)}") from None
     if next(model.parameters()).dtype == torch.float32:  # that of the adapters
         for layer in wrapped.modules():
             if isinstance(layer, peft.tuners.lora.LoraLayer):

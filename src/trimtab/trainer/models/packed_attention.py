@@ -274,7 +274,7 @@ class PackedAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         kept: list[list[Tensor]] = []
         for kind in _kinds(layout, k, v):
-            part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, key_heads, width, options)
+            part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, options, (key_heads, width))
             out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
             kept.append(probabilities)
         PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
@@ -306,9 +306,8 @@ class PackedAttention(torch.autograd.Function):
         for kind, count in zip(_kinds(layout, k, v), ctx.kept, strict=True):
             kept, saved = saved[:count], saved[count:]
             rows = kind.rows
-            gq, gk, gv = _attend_backward(
-                kind, rows.to_padded(grad), rows.to_padded(q), kept, layout, key_heads, width, options
-            )
+            part = rows.to_padded(grad), rows.to_padded(q), kept
+            gq, gk, gv = _attend_backward(kind, *part, layout, options, (key_heads, width))
             to_q[rows.start : rows.stop] = rows.pack(gq)
             _collect(to_k, gk, rows, layout)
             _collect(to_v, gv, rows, layout)
@@ -394,14 +393,17 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: AttentionOptions) -> Fl
 
 
 def _attend(
-    kind: _Kind, q: Tensor, layout: PackedLayout, key_heads: int, width: int, options: AttentionOptions
+    kind: _Kind, q: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns the output rows, and the probabilities of every block if they are few enough to keep."""
+    """Returns the output rows, and the probabilities of every block if they are few enough to keep.
+
+    sizes: key heads, and the width of a head.
+    """
     rows, queries, channels = q.shape
-    heads, keys = channels // width, kind.keys.shape[1]
+    heads, keys = channels // sizes[1], kind.keys.shape[1]
     out, kept = torch.empty_like(q), []
     for block in working_blocks(rows, heads, queries, keys, q.device):
-        fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
+        fq, fk, fv, mask = _inputs(kind, q, layout, options, sizes, block)
         probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
         product = batched_product(probability.view(len(fq), -1, block.keys), fv)
         out[block.rows, block.queries] = unfold_heads(product, len(mask), mask.shape[2])
@@ -411,14 +413,14 @@ def _attend(
 
 
 def _inputs(
-    kind: _Kind, q: Tensor, layout: PackedLayout, block: _Block, key_heads: int, width: int, options: AttentionOptions
+    kind: _Kind, q: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int], block: _Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns folded queries, keys and values of a block, and its mask."""
     exact = torch.float64 if options.dtype == torch.float64 else torch.float32
     return (
-        fold_heads(q[block.rows, block.queries], key_heads, width),
-        fold_heads(kind.keys[block.rows, : block.keys], key_heads, width),
-        fold_heads(kind.values[block.rows, : block.keys], key_heads, width),
+        fold_heads(q[block.rows, block.queries], *sizes),
+        fold_heads(kind.keys[block.rows, : block.keys], *sizes),
+        fold_heads(kind.values[block.rows, : block.keys], *sizes),
         layout.mask(kind.shared, options.window, exact, block),
     )
 
@@ -429,12 +431,11 @@ def _attend_backward(
     q: Tensor,
     kept: list[Tensor],
     layout: PackedLayout,
-    key_heads: int,
-    width: int,
     options: AttentionOptions,
+    sizes: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, queries, channels = q.shape
-    blocks = working_blocks(rows, channels // width, queries, kind.keys.shape[1], q.device)
+    blocks = working_blocks(rows, channels // sizes[1], queries, kind.keys.shape[1], q.device)
     parted = len(blocks) > 0 and blocks[0].queries.stop < queries
     to_q = torch.empty_like(q)
     # Gradients of keys are summed over parts of a row; in 16 bits the sum would lose digits.
@@ -442,8 +443,8 @@ def _attend_backward(
     to_k = torch.zeros_like(kind.keys, dtype=sums)
     to_v = torch.zeros_like(kind.values, dtype=sums)
     for index, block in enumerate(blocks):
-        fq, fk, fv, mask = _inputs(kind, q, layout, block, key_heads, width, options)
-        fg = fold_heads(grad[block.rows, block.queries], key_heads, width)
+        fq, fk, fv, mask = _inputs(kind, q, layout, options, sizes, block)
+        fg = fold_heads(grad[block.rows, block.queries], *sizes)
         slope = None
         if not kept or options.softcap is not None:
             scores = _scores(fq, fk, mask, options)

@@ -45,7 +45,9 @@ class _MixtureLayer(NamedTuple):
 
 def router_info(model: Any) -> RouterInfo:
     """Returns the sizes of a model's mixtures. Raises `TrimtabError` for one that is not in `MIXTURES`."""
-    return _info(_mixture_layers(model))
+    if not (mixtures := _mixture_layers(model)):
+        return RouterInfo(0, 0, 0)
+    return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
 
 
 def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -> None:
@@ -59,12 +61,6 @@ def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -
             f"{name} records experts that this model does not have: it has {routers.layers} mixture layers of "
             f"{routers.experts} experts, {routers.chosen} for a token"
         )
-
-
-def _info(mixtures: list[_MixtureLayer]) -> RouterInfo:
-    if not mixtures:
-        return RouterInfo(0, 0, 0)
-    return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
 
 
 def _require_mixture_layers(model: Any) -> list[_MixtureLayer]:
@@ -140,18 +136,15 @@ def record_routing(model: Any) -> Iterator[RoutingTape]:
 
 
 @contextmanager
-def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"], *, check: bool = True) -> Iterator[None]:
-    """Replays these experts in one forward inside; tokens are flattened batch x time.
+def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> Iterator[None]:
+    """Replays these experts, which the model has, in one forward inside; tokens are flattened batch x time.
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
-    run outside. check: False for routes that were checked before, since looking at them waits for their device.
+    run outside. The routes are not looked at, which would wait for their device: see `require_known_experts`.
 
-    Raises `TrimtabError` as `record_routing` does, for a wrong shape, an invalid expert index, an expert twice for one
-    token, and when a layer runs more or less than once inside.
+    Raises `TrimtabError` as `record_routing` does, and when a layer runs more or less than once inside.
     """
     mixtures = _require_mixture_layers(model)
-    if check:
-        _check(_info(mixtures), routes)
     layers = [
         _Replay(index, mixture, routes[:, index].to(mixture.router.weight.device).long())
         for index, mixture in enumerate(mixtures)
@@ -162,24 +155,6 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"], *, c
         yield
     if idle := [str(layer.index) for layer in layers if layer.uses == 0]:
         raise TrimtabError(f"the routing of mixture layers {', '.join(idle)} was never replayed: run the model inside")
-
-
-def _check(model: RouterInfo, routes: Int[Tensor, "tokens layers chosen"]) -> None:
-    if tuple(routes.shape[-2:]) != (model.layers, model.chosen):
-        raise TrimtabError(
-            f"routes of shape {tuple(routes.shape)} are not those of {model.layers} mixture layers with {model.chosen} "
-            "experts for each token: they come from another model"
-        )
-    ordered = routes.sort(-1).values
-    low, high = ordered[..., 0], ordered[..., -1]
-    known = (low != UNROUTED) | (high != UNROUTED)
-    foreign = ((low < 0) | (high >= model.experts)) & known
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & known
-    for bad, what in ((foreign, f"is not among experts 0-{model.experts - 1}"), (twice, "names an expert twice")):
-        if bool(bad.any()):
-            token, layer = (int(i) for i in bad.nonzero()[0])
-            choice = routes[token, layer].tolist()
-            raise TrimtabError(f"routes: choice {choice} of token {token} in mixture layer {layer} {what}")
 
 
 @dataclass(eq=False)
@@ -281,7 +256,7 @@ class RoutingLayout:
         """Replays `routes`, which were checked, records the routers' own choices, or both, in one forward inside."""
         with ExitStack() as stack:
             if routes is not None:
-                stack.enter_context(replay_routing(model, self.flatten(routes), check=False))
+                stack.enter_context(replay_routing(model, self.flatten(routes)))
             yield stack.enter_context(record_routing(model)) if record else None
 
     def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers chosen"]:

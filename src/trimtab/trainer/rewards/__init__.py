@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-
-from trimtab.errors import TrimtabError, did_you_mean, explain
+from trimtab.errors import TrimtabError
 from trimtab.plugins import load_function
-from trimtab.trainer.rewards.reward import Built, Response, Reward, build_user_reward
+from trimtab.trainer.registry import Registry
+from trimtab.trainer.rewards.reward import Built, Response, build_user_reward
 from trimtab.trainer.rewards.scorer import Score, Scorer, Weighted
 from trimtab.types import RewardSpec, Task
 
-__all__ = ["Response", "Score", "Scorer", "Weighted", "build", "names", "options", "weighted"]
+__all__ = ["KINDS", "Response", "Score", "Scorer", "Weighted", "build", "weighted"]
 
-_BUILT_IN = {
-    "exact": ("builtin", "Exact"),
-    "numeric": ("builtin", "Numeric"),
-    "math": ("math_equal", "MathEqual"),
-    "format": ("builtin", "Format"),
-    "overlong": ("builtin", "Overlong"),
-    "reasoning-gym": ("gym_scorer", "GymScore"),
-    "python-tests": ("python_tests", "PythonTests"),
-    "by-task": ("by_task", "ByTask"),
-}
-"""Name -> module and class, imported when used: some need heavy libraries."""
+KINDS = Registry(
+    "reward",
+    {
+        "exact": "rewards.builtin:Exact",
+        "numeric": "rewards.builtin:Numeric",
+        "math": "rewards.math_equal:MathEqual",
+        "format": "rewards.builtin:Format",
+        "overlong": "rewards.builtin:Overlong",
+        "reasoning-gym": "rewards.gym_scorer:GymScore",
+        "python-tests": "rewards.python_tests:PythonTests",
+        "by-task": "rewards.by_task:ByTask",
+    },
+    "write your own as module:function",
+)
+
 
 Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, Any]]
-
-
-def names() -> list[str]:
-    """Returns the names of the built-in rewards."""
-    return sorted(_BUILT_IN)
-
-
-def options(name: str) -> dict[str, FieldInfo]:
-    """Returns type, default and description of every option of the reward `name`, one of `names()`."""
-    return _class_of(name).model_fields
 
 
 def build(specs: Sequence[Spec], task: Task) -> Scorer:
@@ -57,15 +48,16 @@ def build(specs: Sequence[Spec], task: Task) -> Scorer:
 def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
     """Returns the rewards of `build` without the processes that run them. Raises what `build` raises."""
     entries: list[Weighted] = []
+    labels: list[str] = []
     for spec in specs or task.rewards:
         given = RewardSpec(*spec)
         label = given.name if isinstance(given.name, str) else getattr(given.name, "__name__", "reward")
-        same = sum(other.name == label or other.name.startswith(f"{label}-") for other in entries)
+        labels.append(label)
         if not math.isfinite(given.weight):
             raise TrimtabError(f"reward {label!r}: weight must be a finite number, got {given.weight}")
         if not 0 < given.timeout < math.inf:
             raise TrimtabError(f"reward {label!r}: timeout must be a positive number of seconds, got {given.timeout}")
-        name = f"{label}-{same + 1}" if same else label
+        name = f"{label}-{count}" if (count := labels.count(label)) > 1 else label
         entries.append(Weighted(name, given.weight, given.timeout, _built(label, given, task)))
     return entries
 
@@ -77,17 +69,4 @@ def _built(label: str, spec: RewardSpec, task: Task) -> Built:
             raise TrimtabError(f"reward {label!r}: your own function takes no options, got {given}")
         function = load_function(spec.name, "reward") if isinstance(spec.name, str) else spec.name
         return build_user_reward(function, label)
-    if spec.name not in _BUILT_IN:
-        raise TrimtabError(
-            f"unknown reward {spec.name!r}{did_you_mean(spec.name, names())}; write your own as module:function"
-        )
-    kind = _class_of(spec.name)
-    try:
-        return kind(**spec.options).build(task)
-    except ValidationError as error:
-        raise TrimtabError(f"reward {spec.name!r}: {explain(error, kind.model_fields)}") from None
-
-
-def _class_of(name: str) -> type[Reward]:
-    module, kind = _BUILT_IN[name]
-    return getattr(importlib.import_module(f"trimtab.trainer.rewards.{module}"), kind)
+    return KINDS.read(spec.name, spec.options).build(task)

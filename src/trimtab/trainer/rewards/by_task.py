@@ -9,7 +9,7 @@ from trimtab.trainer.rewards.reward import Built, Response, Reward
 from trimtab.types import Problem, RewardSpec, Task
 
 
-class Part(BaseModel):
+class RewardPart(BaseModel):
     """One reward of a task, with its own keywords."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -21,7 +21,7 @@ class Part(BaseModel):
 class ByTask(Reward):
     """The weighted sum of the rewards of the problem's task, in a mixture."""
 
-    rewards: dict[str, list[Part]] = Field(
+    rewards: dict[str, list[RewardPart]] = Field(
         min_length=1,
         description="for each label of a task a list of tables: `name`, `weight`, and the reward's keywords",
     )

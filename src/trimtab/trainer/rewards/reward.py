@@ -58,10 +58,7 @@ class Reward(BaseModel, ABC):
 
 
 def build_user_reward(function: Callable[..., Any], name: str) -> Built:
-    """Returns a user's reward, `(completion: str, problem: Problem) -> float`, to run in a worker process.
-
-    Raises `TrimtabError` if it takes other arguments.
-    """
+    """Returns a user's reward, `(completion: str, problem: Problem) -> float`, to run in a worker process."""
     check_arguments(function, f"reward {name!r}", {"completion": "str", "problem": "Problem"})
 
     def user(response: Response, problem: Problem) -> Any:

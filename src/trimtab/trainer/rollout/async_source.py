@@ -13,8 +13,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import product
 from typing import Any
 
-from torch import Tensor
-
 from trimtab.errors import EngineDeadError
 from trimtab.trainer.engines.weight_transfer import share, with_first_names
 from trimtab.trainer.rollout.buffer import Buffer
@@ -22,14 +20,14 @@ from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
 from trimtab.trainer.rollout.responses import RolloutStats
-from trimtab.trainer.rollout.source import Result, SourceState, Weights
+from trimtab.trainer.rollout.source import BufferedSource, Result, Weights
 from trimtab.types import Engine
 
 SHUTDOWN_TIMEOUT = 5.0
 """Seconds to wait for threads to end before their engines are closed."""
 
 
-class AsyncSource:
+class AsyncSource(BufferedSource):
     """A `RolloutSource` whose engines generate while the trainer updates.
 
     With a `max_lag` of 0 or None the same threads generate one batch at a time, while the trainer waits. `notify`
@@ -44,8 +42,8 @@ class AsyncSource:
         notify: Callable[[str], None],
         canary: Canary | None = None,
     ) -> None:
+        super().__init__(collector, buffer)
         trainer = collector.config.trainer
-        self.collector = collector
         self._state = AsyncState(
             collector, buffer, trainer.unfinished, chunk=-(-trainer.prompts // len(engines)), canary=canary
         )
@@ -114,33 +112,19 @@ class AsyncSource:
             numbers = ", ".join(str(thread.number) for thread in living)
             raise EngineDeadError(f"engine {numbers} was lost {MAX_RESTARTS} times in a row: look at what ends it")
 
-    def state(self, updates: int) -> SourceState:
-        """Published weights are included only if they are older than the trainer's."""
-        meta, files = self._state.buffer.state()
-        of_responses, more_files = self.collector.responses.state()
-        meta, files = {**meta, **of_responses, "published": self.published}, {**files, **more_files}
-        update = self._state.update
-        if update is None or update.version == updates:
-            return {}, meta, files
-        # Tied weights are saved under their first name only.
-        untied = {name: weight for name, weight, first in with_first_names(update.weights) if first == name}
-        return {"engine": untied}, meta, files
+    def _weights(self) -> Weights:
+        """Tied weights are saved under their first name only."""
+        published = () if self._state.update is None else self._state.update.weights
+        return ((name, weight) for name, weight, first in with_first_names(published) if first == name)
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        self._state.buffer.restore(meta, files)
-        self.collector.responses.restore(meta, files)
-        if "engine" in tensors:
-            self.publish(tensors["engine"].items(), meta["published"])
+    def _restore_weights(self, weights: Weights, version: int) -> None:
+        self.publish(weights, version)
 
     def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
         with self._pause_engines(abort=True):  # requests in progress are dropped, finished or not
             for thread in self._threads:
                 thread.dropped, thread.version = True, None
-            self._state.buffer.rewind(meta, halvings)
-            self.collector.responses.restore(meta, files)
-
-    def halve_lag(self, halvings: int) -> None:
-        self._state.buffer.halve_lag(halvings)
+            super().rewind(meta, files, halvings)
 
     def close(self) -> None:
         state = self._state
@@ -246,5 +230,5 @@ class Scoring:
             buffer.deliver(generated.request, groups, stats)
             return
         lengths = [completion.sampled_tokens for group in generated.completions for completion in group]
-        stats.add(RolloutStats(generated=len(lengths), response_tokens=sum(lengths)))
+        stats.response_tokens += sum(lengths)
         buffer.count(stats)  # too old for every later batch: scores are not needed

@@ -1,4 +1,4 @@
-"""Generates and scores groups: gets the responses to a request and computes their rewards.
+"""Scores the responses to a request and makes groups of trajectories of them.
 
 Data whose importance ratios would be biased is refused (`check_trajectory`).
 """
@@ -19,21 +19,17 @@ from trimtab.trainer.rewards import Score, Scorer
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.responses import Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
-from trimtab.types import MIN_BEHAVIOR, Completion, Engine, Prompt, SamplingParams, Trajectory
+from trimtab.types import MIN_BEHAVIOR, Completion, Prompt, SamplingParams, Trajectory
 
 Group = list[Trajectory]
 
 
 @dataclass
 class Collector:
-    """Generates and scores the groups of a run.
-
-    `engine` is used by `sample` only. `context` is the number of tokens of the smallest context; None if none is known.
-    """
+    """Makes groups of the responses of a run. `context`: the tokens of the smallest context; None if none is known."""
 
     config: Config
     responses: Responses
-    engine: Engine
     scorer: Scorer
     context: int | None = None
 
@@ -44,16 +40,6 @@ class Collector:
     @property
     def sampling(self) -> SamplingParams:
         return self.responses.sampling
-
-    def sample(self, request: GroupRange, stats: RolloutStats) -> list[Group]:
-        """Generates and scores the groups of a request, in this thread."""
-        start = time.perf_counter()
-        decoded, prefilled = self.engine.decoded_tokens, self.engine.prefilled_tokens
-        prompts, completions = self.responses.respond(request, self.engine, stats)
-        stats.decoded += self.engine.decoded_tokens - decoded
-        stats.prefilled += self.engine.prefilled_tokens - prefilled
-        stats.seconds_generating += time.perf_counter() - start
-        return self.score_groups(request, prompts, completions, stats)
 
     def score_groups(
         self,
@@ -74,9 +60,7 @@ class Collector:
             self._group(prompt, number, [(completion, next(scores)) for completion in responses], stats)
             for number, prompt, responses in zip(request.numbers, prompts, completions, strict=True)
         ]
-        lengths = [completion.sampled_tokens for _, completion in pairs if not completion.external]
-        stats.generated += len(lengths)
-        stats.response_tokens += sum(lengths)
+        stats.response_tokens += sum(completion.sampled_tokens for _, completion in pairs if not completion.external)
         stats.seconds_scoring += time.perf_counter() - start
         return groups
 

@@ -40,9 +40,6 @@ class DemonstratedResponses(Responses):
         """Loads `demonstrations.path`: the task's gold answers, or the rows (prompt, response) of a file.
 
         A row's prompt is the id of a problem or its question; several rows may share one.
-
-        Raises `TrimtabError` naming file and row for one that cannot be used, and when no row fits the task
-        or a response has no ending.
         """
         assert config.demonstrations is not None
         path, task, tokenizer = config.demonstrations.path, stream.task, stream.tokenizer

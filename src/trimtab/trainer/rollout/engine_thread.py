@@ -219,11 +219,10 @@ class EngineThread:
         with self.state.buffer.changed:
             self.is_lost = self.idle = True
             self.state.working -= 1
-            last = self.state.working == 0
-        if last:
-            self.state.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
-        else:
-            self.state.note(f"engine {self.number} does not come back ({error}); the others go on without it")
+            if self.state.working == 0:  # with the lock held: who sees that no engine is left sees this error
+                self.state.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
+            else:
+                self.state.note(f"engine {self.number} does not come back ({error}); the others go on without it")
 
 
 @dataclass

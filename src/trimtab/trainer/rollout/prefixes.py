@@ -80,9 +80,6 @@ class PrefixedResponses(Responses):
         """Samples the prefixes of the next `batches` batches from the engine's current weights.
 
         Returns the number of sampled tokens.
-
-        Raises:
-            TrimtabError: the engine cannot sample these prompts, or reports no entropies for their rule.
         """
         whole = self._section.whole or self._section.rule == "entropy"
         limit = self.sampling.max_tokens if whole else self._budget()
@@ -172,9 +169,6 @@ def before_high_entropy(entropy: FloatArray | None, uniform: float, top: int) ->
     """Number of tokens before a random one of the `top` positions of highest entropy, which is sampled again.
 
     Uses all positions if the response has fewer. Ties go to earlier positions.
-
-    Raises:
-        TrimtabError: the engine reported no entropy.
     """
     if entropy is None:
         raise TrimtabError('prefix rule "entropy" needs entropies, which this engine does not report; use "length"')

@@ -22,8 +22,7 @@ from trimtab.types import Completion, Prompt, SamplingParams, TurnHandler
 class RolloutStats:
     """Counts and durations of generation and scoring since the last batch."""
 
-    generated: int = 0  # responses that the engines sampled
-    response_tokens: int = 0  # their tokens
+    response_tokens: int = 0  # that the engines sampled
     decoded: int = 0  # tokens that the engines ran, by their own counters
     prefilled: int = 0
     traces: int = 0  # demonstrations that joined a group

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -81,16 +83,50 @@ class RolloutSource(Protocol):
 
 
 @dataclass
-class SyncSource:
-    """Generates each batch when the trainer asks for it, with the engine of this process."""
+class BufferedSource(ABC):
+    """What the synchronous and the asynchronous source have in common: their buffer and their part of a checkpoint."""
 
     collector: Collector
     buffer: Buffer
-    canary: Canary | None = None
 
     @property
-    def engine(self) -> Engine:
-        return self.collector.engine
+    @abstractmethod
+    def published(self) -> int: ...
+
+    @abstractmethod
+    def _weights(self) -> Weights:
+        """Returns the weights that were last published."""
+
+    @abstractmethod
+    def _restore_weights(self, weights: Weights, version: int) -> None:
+        """Gives the engines what `_weights` has returned."""
+
+    def state(self, updates: int) -> SourceState:
+        """The engines' weights are included only if they are older than the trainer's."""
+        (meta, files), (more_meta, more_files) = self.buffer.state(), self.collector.responses.state()
+        weights = {"engine": dict(self._weights())} if self.published != updates else {}
+        return weights, {**meta, **more_meta, "published": self.published}, {**files, **more_files}
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
+        self.buffer.restore(meta, files)
+        self.collector.responses.restore(meta, files)
+        if "engine" in tensors:
+            self._restore_weights(tensors["engine"].items(), meta["published"])
+
+    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
+        self.buffer.rewind(meta, halvings)
+        self.collector.responses.restore(meta, files)
+
+    def halve_lag(self, halvings: int) -> None:
+        self.buffer.halve_lag(halvings)
+
+
+@dataclass
+class SyncSource(BufferedSource):
+    """Generates each batch when the trainer asks for it, with the engine of this process."""
+
+    engine: Engine
+    canary: Canary | None = None
 
     @property
     def published(self) -> int:
@@ -105,9 +141,14 @@ class SyncSource:
         return self.buffer.take(version, partial=True)
 
     def _sample(self, count: int, *, refill: bool = False) -> None:
-        stats = RolloutStats(refilled=count if refill else 0)
+        start, stats = time.perf_counter(), RolloutStats(refilled=count if refill else 0)
+        decoded, prefilled = self.engine.decoded_tokens, self.engine.prefilled_tokens
         request = self.buffer.reserve(count, self.engine.policy_version)
-        self.buffer.deliver(request, self.collector.sample(request, stats), stats)
+        prompts, completions = self.collector.responses.respond(request, self.engine, stats)
+        stats.decoded += self.engine.decoded_tokens - decoded
+        stats.prefilled += self.engine.prefilled_tokens - prefilled
+        stats.seconds_generating += time.perf_counter() - start
+        self.buffer.deliver(request, self.collector.score_groups(request, prompts, completions, stats), stats)
 
     def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         self.engine.update_weights(weights, version)
@@ -125,26 +166,11 @@ class SyncSource:
         self.engine.update_weights(saved, saved_version, as_is=True)
         return result
 
-    def state(self, updates: int) -> SourceState:
-        """The engine's weights are included only if they are older than the trainer's."""
-        meta, files = self.buffer.state()
-        of_responses, more_files = self.collector.responses.state()
-        meta = {**meta, **of_responses, "published": self.published}
-        weights = {"engine": dict(self.engine.named_weights())} if self.published != updates else {}
-        return weights, meta, {**files, **more_files}
+    def _weights(self) -> Weights:
+        return self.engine.named_weights()
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        self.buffer.restore(meta, files)
-        self.collector.responses.restore(meta, files)
-        if "engine" in tensors:
-            self.engine.update_weights(tensors["engine"].items(), meta["published"], as_is=True)
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        self.buffer.rewind(meta, halvings)
-        self.collector.responses.restore(meta, files)
-
-    def halve_lag(self, halvings: int) -> None:
-        self.buffer.halve_lag(halvings)
+    def _restore_weights(self, weights: Weights, version: int) -> None:
+        self.engine.update_weights(weights, version, as_is=True)
 
     def close(self) -> None:
         self.engine.close()

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from trimtab.errors import TrimtabError
 from trimtab.trainer.processes import WorkerProcess
 from trimtab.trainer.sandbox.code_result import CodeResult, Limits
-from trimtab.trainer.sandbox.container import Container, ContainerError, Request, Setup, Started
+from trimtab.trainer.sandbox.container import Container, ContainerError, ContainerRequest, Setup, Started
 from trimtab.trainer.sandbox.container_command import container_command
 from trimtab.trainer.sandbox.seccomp import ARCHITECTURES, container_filter
 
@@ -119,7 +119,7 @@ class _Starter:
                 self._ready.put((number, ContainerError(str(error))))
                 return
         self._missing.add(number)
-        self._send(self._process, Request(number, start=True))
+        self._send(self._process, ContainerRequest(number, start=True))
 
     def _start(self) -> WorkerProcess:
         process = WorkerProcess(STARTER)
@@ -186,9 +186,9 @@ class _Starter:
 
     def _end(self, process: WorkerProcess, number: int) -> None:
         with self._lock:
-            self._send(process, Request(number, start=False))
+            self._send(process, ContainerRequest(number, start=False))
 
-    def _send(self, process: WorkerProcess, request: Request) -> None:
+    def _send(self, process: WorkerProcess, request: ContainerRequest) -> None:
         with contextlib.suppress(OSError):  # it has died, and its containers with it
             process.send(request)
 

@@ -8,7 +8,7 @@ MAX_CODE = 100_000  # characters
 MAX_ERROR = 2000  # characters of an error, whose middle is cut out
 GRACE = 5.0
 """Seconds that a run may take in addition to its time limit, which the sandbox enforces itself, before it is killed."""
-LOST = "the variables of this session are lost"
+SESSION_LOST = "the variables of this session are lost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Setup(NamedTuple):
     seccomp: bytes
 
 
-class Request(NamedTuple):
+class ContainerRequest(NamedTuple):
     """Starts the container of this number, or ends it."""
 
     number: int

@@ -47,10 +47,7 @@ ENVIRONMENT = {
 
 
 def container_command(limits: Limits, packages: Sequence[str]) -> list[str]:
-    """Returns the arguments of `bwrap`, to which the option `--seccomp` is to be added.
-
-    Raises `TrimtabError` if bubblewrap or a package is missing.
-    """
+    """Returns the arguments of `bwrap`, to which the option `--seccomp` is to be added."""
     program = shutil.which("bwrap")
     if program is None:
         raise TrimtabError('the sandbox "bubblewrap" needs a program that is not installed: apt install bubblewrap')

@@ -19,7 +19,7 @@ import threading
 from typing import IO
 
 from trimtab.trainer.processes import Message, Parent
-from trimtab.trainer.sandbox.container import Request, Setup, Started
+from trimtab.trainer.sandbox.container import ContainerRequest, Setup, Started
 from trimtab.trainer.sandbox.container_init import HEADER
 
 START_TIMEOUT = 60.0  # seconds in which a container must be ready, its packages imported
@@ -34,7 +34,7 @@ def main() -> None:
     setup: Setup = messages.get().content
     containers: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # the socket keeps the container running
     while True:
-        request: Request = messages.get().content
+        request: ContainerRequest = messages.get().content
         if not request.start:
             if (container := containers.pop(request.number, None)) is not None:
                 threading.Thread(target=end, args=container, daemon=True).start()

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.processes import WorkerProcess
-from trimtab.trainer.sandbox.code_result import GRACE, LOST, CodeResult, Limits, took_too_long
+from trimtab.trainer.sandbox.code_result import GRACE, SESSION_LOST, CodeResult, Limits, took_too_long
 
 WORKER = "trimtab.trainer.sandbox.monty_worker"
 
 
-class Request(NamedTuple):
+class SessionRequest(NamedTuple):
     """Code to run in a session; its answer is a `CodeResult`. No code: the session ends."""
 
     session: int
@@ -80,9 +80,9 @@ class _Worker:
             self._restart()
         if session in self._lost:
             self._lost.remove(session)
-            return CodeResult("", f"not run: the process of this sandbox was replaced, and {LOST}")
+            return CodeResult("", f"not run: the process of this sandbox was replaced, and {SESSION_LOST}")
         try:
-            self.process.send(Request(session, code))
+            self.process.send(SessionRequest(session, code))
             message = self.process.receive(self._limits.timeout + GRACE)
         except (EOFError, ConnectionError):
             error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
@@ -104,7 +104,7 @@ class _Worker:
         if session in self._sessions:
             self._sessions.remove(session)
             with contextlib.suppress(OSError):  # it has died, and the session with it: the next run replaces it
-                self.process.send(Request(session, None))
+                self.process.send(SessionRequest(session, None))
 
     def close(self) -> None:
         self._closed = True

@@ -24,7 +24,7 @@ from trimtab.trainer.sandbox.code_result import (
     took_too_long,
     used_too_much_memory,
 )
-from trimtab.trainer.sandbox.monty import Request
+from trimtab.trainer.sandbox.monty import SessionRequest
 
 SHOW_VALUE = "_ = ("  # written before a last expression
 MAX_SESSIONS = 100_000
@@ -43,7 +43,7 @@ def main() -> None:
     with Monty(max_processes=MAX_SESSIONS, request_timeout=limits.timeout + 1) as monty:
         interpreters = _Interpreters(monty, limits)
         while True:
-            request: Request = messages.get().content
+            request: SessionRequest = messages.get().content
             if request.code is None:
                 interpreters.end(request.session)
             else:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from trimtab.errors import TrimtabError, did_you_mean, explain
-from trimtab.trainer.tasks.task import TaskOptions
+from trimtab.errors import TrimtabError
+from trimtab.trainer.registry import Registry
 from trimtab.types import Problem, Prompt, Task
 
-_KINDS = {
-    "arithmetic": ("arithmetic", "Arithmetic"),
-    "file": ("data_sets", "File"),
-    "hf": ("data_sets", "HuggingFace"),
-    "mixture": ("mixture", "MixtureOptions"),
-    "reasoning-gym": ("reasoning_gym", "ReasoningGym"),
-    "sort": ("laboratory_tasks", "Sort"),
-    "swap-sort": ("laboratory_tasks", "SwapSort"),
-}
-
-
-def names() -> list[str]:
-    """Returns the names of all kinds of tasks."""
-    return sorted(_KINDS)
+KINDS = Registry(
+    "task",
+    {
+        "arithmetic": "tasks.arithmetic:Arithmetic",
+        "file": "tasks.data_sets:File",
+        "hf": "tasks.data_sets:HuggingFace",
+        "mixture": "tasks.mixture:MixtureOptions",
+        "reasoning-gym": "tasks.reasoning_gym:ReasoningGym",
+        "sort": "tasks.laboratory_tasks:Sort",
+        "swap-sort": "tasks.laboratory_tasks:SwapSort",
+    },
+    "'file' reads problems of your own",
+)
 
 
 def build(name: str, **keywords: Any) -> Task:
@@ -35,12 +31,7 @@ def build(name: str, **keywords: Any) -> Task:
 
     Raises `TrimtabError`: an unknown name or option (naming the nearest), a bad value, unusable data.
     """
-    kind = _kind(name)
-    try:
-        checked = kind(**keywords)
-    except ValidationError as error:
-        raise TrimtabError(f"task {name!r}: {explain(error, options(name))}") from None
-    return checked.build()
+    return KINDS.read(name, keywords).build()
 
 
 def with_max_tokens(task: Task, max_tokens: int | None) -> Task:
@@ -58,16 +49,3 @@ def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
     if len(ids) == 0:
         raise TrimtabError(f"task {task.name!r}, problem {problem.id!r}: the prompt is empty; check its template")
     return Prompt(problem=problem, text=text, ids=ids)
-
-
-def options(name: str) -> dict[str, FieldInfo]:
-    """Returns type, default and description of every option, for help texts and `trimtab recipes --keys`."""
-    return {field.alias or key: field for key, field in _kind(name).model_fields.items()}
-
-
-def _kind(name: str) -> type[TaskOptions]:
-    """Returns the class whose fields are the options of a kind of task; only its module is imported."""
-    if name not in _KINDS:
-        raise TrimtabError(f"unknown task {name!r}{did_you_mean(name, names())}; 'file' reads problems of your own")
-    module, kind = _KINDS[name]
-    return getattr(importlib.import_module(f"trimtab.trainer.tasks.{module}"), kind)

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import Field
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, first_line
 from trimtab.files import open_parquet, regular_file
 from trimtab.trainer.tasks.rows import Row, RowOptions, build_task, read_problems
 from trimtab.trainer.tasks.task import BuiltTask
@@ -57,9 +57,8 @@ class HuggingFace(RowOptions):
         try:
             rows: Any = datasets.load_dataset(self.dataset, self.config, split=split, data_files=self.files)
         except Exception as error:  # network, missing names, damaged files: each library layer has its own classes
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TrimtabError(
-                f"{where}: cannot load it: {reason}; check the names, or the network and HF_HUB_OFFLINE"
+                f"{where}: cannot load it: {first_line(error)}; check the names, or the network and HF_HUB_OFFLINE"
             ) from None
         return read_problems(enumerate(rows, start=1), self, where, split)
 
@@ -88,8 +87,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     except UnicodeDecodeError:
         raise TrimtabError(f"{path}: not UTF-8 text after row {number}; save it as UTF-8") from None
     except (pa.ArrowException, csv.Error, ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
-        raise TrimtabError(f"{path} cannot be read from row {number + 1} on ({reason}): mend or remove it") from None
+        raise TrimtabError(
+            f"{path} cannot be read from row {number + 1} on ({first_line(error)}): mend or remove it"
+        ) from None
 
 
 def _csv(path: Path) -> Iterator[Any]:

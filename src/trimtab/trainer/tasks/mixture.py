@@ -24,7 +24,7 @@ EPOCH = 10_000_000
 """Longest epoch: a rare task beside a large one would need more to show every problem of the large one."""
 
 
-class Part(BaseModel):
+class MixturePart(BaseModel):
     """One task of a mixture, with the keywords of its kind."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -35,7 +35,7 @@ class Part(BaseModel):
 
 
 class MixtureOptions(TaskOptions):
-    part: list[Part] = Field(
+    part: list[MixturePart] = Field(
         min_length=1,
         description="a table for each task: `name`, its kind; `weight` (default 1), its share; `label` (default: the "
         "name) in ids and metrics; and the keywords of its kind",
@@ -43,7 +43,7 @@ class MixtureOptions(TaskOptions):
 
     @field_validator("part")
     @classmethod
-    def _have_different_labels(cls, part: list[Part]) -> list[Part]:
+    def _have_different_labels(cls, part: list[MixturePart]) -> list[MixturePart]:
         labels = [item.label or item.name for item in part]
         if len(set(labels)) < len(labels):
             raise ValueError(f"the labels {', '.join(labels)} are not all different: give each task a different label")

@@ -32,10 +32,7 @@ class StyleOptions(TaskOptions):
 def split_shots(
     options: StyleOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
 ) -> tuple[list[Problem], list[Problem]]:
-    """Returns worked examples (`worked`, else drawn from the training split) and the remaining training problems.
-
-    Raises `TrimtabError` when there are fewer than `options.examples`.
-    """
+    """Returns worked examples (`worked`, else drawn from the training split) and the remaining training problems."""
     if options.style != "few-shot":
         return [], list(train)
     if worked:

@@ -64,9 +64,6 @@ class BuiltTask:
             schemas: JSON schemas of the tools, for the chat template.
             instructions: text before every prompt.
             description: of the tools, for prompts that have neither instructions nor a system turn of the user's.
-
-        Raises:
-            TrimtabError: schemas without a chat template, or instructions with one.
         """
         chat = isinstance(self.template, Chat)
         if schemas and not chat:

@@ -8,6 +8,7 @@ import inspect
 import re
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -364,8 +365,8 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append("scorer"))
     build = environments.build
 
-    def build_and_record(spec: environments.EnvironmentSpec) -> environments.BuiltEnvironment:
-        built = build(spec)
+    def build_and_record(*arguments: Any) -> environments.BuiltEnvironment:
+        built = build(*arguments)
         return replace(built, close=lambda: (built.close(), closed.append("environment")))
 
     monkeypatch.setattr(environments, "build", build_and_record)

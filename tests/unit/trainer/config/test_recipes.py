@@ -9,7 +9,8 @@ import pytest
 
 from trimtab.cli.main import run
 from trimtab.errors import TrimtabError
-from trimtab.trainer.config import REQUIRED_SECTIONS, PerturbationConfig, PrefixConfig, load_config, recipe_names
+from trimtab.trainer.config import REQUIRED_SECTIONS, PrefixConfig, load_config, recipe_names
+from trimtab.trainer.config.schema import PerturbationConfig
 
 
 @pytest.mark.parametrize("name", recipe_names())

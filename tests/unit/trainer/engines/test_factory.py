@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.engine_spec import build_from_spec, engine_spec, weight_quantization
-from trimtab.trainer.engines.factory import build_engines, split_devices, split_threads
+from trimtab.trainer.engines.embedded.weight_quantization import weight_quantization
+from trimtab.trainer.engines.factory import build_engine, build_engines, split_devices, split_threads
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import LoadedModel, default_device
 
@@ -77,33 +78,26 @@ def test_shares_of_the_gpus() -> None:
         split_devices(["4", "5", "6", "7"], 2, 2, 2)
 
 
-def test_the_description_of_an_engine_is_json_and_builds_that_engine(tmp_path: Path) -> None:
+def sent(value: Any) -> Any:
+    """What arrives in another process."""
+    return ForkingPickler.loads(ForkingPickler.dumps(value))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_engine_elsewhere_is_built_from_the_recipe_and_the_files_of_the_model(tmp_path: Path) -> None:
     recipe = config({"quantize": "int3", "noise": 0.1, "dtype": "bfloat16"})
+    vllm = config({"type": "vllm", "vllm": {"memory": 1, "context": 512, "quantization": "fp8"}})
+    assert sent(vllm) == vllm
     save_model_files(*laboratory.build(0), tmp_path / "model")
-    spec = json.loads(json.dumps(engine_spec(recipe, tmp_path / "model")))
     model, tokenizer = laboratory.build(0)
     engine, own = (
-        build_from_spec(spec),
-        EmbeddedEngine(model.to(default_device()), tokenizer, "bfloat16", quantization=weight_quantization(recipe)),
+        build_engine(sent(recipe), tmp_path / "model"),
+        EmbeddedEngine(model.to(default_device()), tokenizer, quantization=weight_quantization(recipe)),
     )
     for one in (engine, own):
         one.update_weights(laboratory.build(1)[0].named_parameters(), version=3)
     for (name, weight), (twin, other) in zip(engine.named_weights(), own.named_weights(), strict=True):
         assert name == twin
         assert torch.equal(weight, other)
-
-
-def test_a_wrong_description_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrimtabError, match=r"no config\.json"):
-        build_from_spec({"type": "embedded", "model": str(tmp_path)})
-    with pytest.raises(TrimtabError, match="did you mean 'embedded'"):
-        build_from_spec({"type": "embeded", "model": str(tmp_path)})
-
-
-def test_vllms_section_survives_the_journey(tmp_path: Path) -> None:
-    recipe = config({"type": "vllm", "vllm": {"memory": 1, "context": 512, "quantization": "fp8"}})
-    spec = json.loads(json.dumps(engine_spec(recipe, tmp_path)))
-    assert type(recipe.engine).model_validate(spec["engine"]) == recipe.engine
 
 
 def test_without_processes_the_engine_is_in_this_one(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ def test_a_full_shared_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 class TestPublished:
     def test_the_file_is_readable_as_safetensors_and_as_shared_weights(self, tmp_path: Path) -> None:
         weights = {"a": torch.randn(3, 5), "b": torch.arange(4), "c": torch.randn(7)}
+        weights |= {str(dtype): torch.arange(3).to(dtype) for dtype in (torch.uint8, torch.int8, torch.int16)}
         published = WeightFolder(str(tmp_path), torch.bfloat16)
         folder, label = published.write(weights, 3)
         path, table = entries(folder)
@@ -188,6 +189,12 @@ class TestPublished:
         published.remove()
         published.remove()
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_type_that_servers_cannot_be_given_is_named(self, tmp_path: Path) -> None:
+        published = WeightFolder(str(tmp_path), torch.float32)
+        folder, _ = published.write({"a": torch.zeros(2, dtype=torch.complex64)}, 1)
+        with pytest.raises(TrimtabError, match="weight 'a' is of type C64: servers take F32, "):
+            entries(folder)
 
     def test_what_a_killed_process_left_is_removed_and_nothing_else(self, tmp_path: Path) -> None:
         host = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"

@@ -13,7 +13,7 @@ from tests.unit.trainer.environments.test_episodes import LIMITS, Counter, answe
 import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.environment import call_tool, check_class, tool_names
-from trimtab.trainer.environments.episodes import EpisodeRunner
+from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes
 from trimtab.trainer.environments.formats import Call, Tag, ToolError
 from trimtab.trainer.environments.result_encoder import CUT
 from trimtab.types import FinishReason, Problem
@@ -61,7 +61,9 @@ def saying(value: Any) -> type[Tools]:
 
 
 def observation(tokenizer: Any, says: Any, limit: int = 100) -> str:
-    episodes = start(tokenizer, saying(says), limits=replace(LIMITS, observation_tokens=limit), max_tokens=2000)
+    episodes = start(
+        tokenizer, saying(says), limits=LIMITS.model_copy(update={"max_observation_tokens": limit}), max_tokens=2000
+    )
     return text_of(tokenizer, answer(episodes, append(tokenizer, None, "<echo></echo>")))
 
 
@@ -192,7 +194,7 @@ def test_environments_are_closed_when_an_episode_cannot_begin(tokenizer: Any) ->
 
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: encode(ROWS, tokenizer))
     with pytest.raises(TrimtabError, match="is not in the prompt"):
-        runner.start([encode(ROWS, tokenizer)], 2, reset_seeds=[0])
+        Episodes(runner, [encode(ROWS, tokenizer)], 2, [0])
     assert [one.closed for one in made] == [True, True]
 
 
@@ -207,7 +209,7 @@ def test_a_prompt_that_reset_makes_too_long_costs_its_episode(tokenizer: Any) ->
     problem = Problem("p1", "How much?", "3")
     length = len(encode(replace(problem, question=problem.question + " word" * 30), tokenizer).ids)
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, encode, length - 1)
-    episodes = runner.start([encode(problem, tokenizer)], 2, reset_seeds=[0])
+    episodes = Episodes(runner, [encode(problem, tokenizer)], 2, [0])
     assert sorted(len(prompt.text) for prompt in episodes.prompts) == [27, 34]
     turn = append(tokenizer, None, "5")
     [group] = episodes.finish([[turn], [turn]])
@@ -229,7 +231,7 @@ def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) ->
 
     runner = EpisodeRunner(Empties, Tag(("add",)), LIMITS, tokenizer, 200, encode)
     for _ in range(2):
-        runner.start([encode(ROWS, tokenizer)] * 2, 2, reset_seeds=[0, 0])
+        Episodes(runner, [encode(ROWS, tokenizer)] * 2, 2, [0, 0])
     assert seen == [[1, 2]] * 8
 
 

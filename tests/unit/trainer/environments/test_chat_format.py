@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from tests.support.chat_tokenizers import bundled_tokenizer, tokenizer
-from tests.unit.trainer.environments.test_episodes import append, start
+from tests.unit.trainer.environments.test_episodes import LIMITS, append, start
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments
-from trimtab.trainer.environments.episodes import EpisodeLimits
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.formats import Call, Chat, ToolError
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Chat as ChatTemplate
@@ -42,11 +42,11 @@ class Search:
         return f"{limit} results for {text}"
 
 
-SCHEMAS = environments.build(environments.EnvironmentSpec(Search)).schemas()
+SCHEMAS = environments.build(EnvironmentConfig(name="class"), Search).schemas()
 
 
 def of(form: str, instructions: str = "") -> environments.BuiltEnvironment:
-    return environments.build(environments.EnvironmentSpec(Search, format=form, instructions=instructions))
+    return environments.build(EnvironmentConfig(name="class", format=form, instructions=instructions), Search)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_prompts_show_the_tools(appending: Any) -> None:
 
 @pytest.mark.parametrize(("before", "void"), [("", True), ("so 5 ", False)])
 def test_a_call_without_its_end_is_not_an_answer(appending: Any, before: str, void: bool) -> None:
-    limits = EpisodeLimits(3, 64, 16, 5.0, answer=r"\d")
+    limits = LIMITS.model_copy(update={"answer": r"\d"})
     turn = append(appending, None, before + '<tool_call>{"name": "search", "arguments": {"limit": 5')
     episodes = start(appending, Search, limits=limits, form=Chat(appending, SCHEMAS))
     [[one, _]] = episodes.finish([[turn, turn]])

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.environment import check_class, tool_names
-from trimtab.trainer.environments.episodes import EpisodeLimits, EpisodeRunner, Episodes
+from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes
 from trimtab.trainer.environments.formats import Format, Tag
 from trimtab.trainer.environments.result_encoder import CUT
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, TurnResult
 
-LIMITS = EpisodeLimits(turns=3, turn_tokens=64, observation_tokens=16, timeout=5.0)
+LIMITS = EnvironmentConfig(name="class", max_turns=3, max_turn_tokens=64, max_observation_tokens=16, timeout=5.0)
 
 
 class Counter:
@@ -79,7 +80,7 @@ def start(
     tokenizer: Any,
     kind: Callable[[], Any] = Counter,
     *,
-    limits: EpisodeLimits = LIMITS,
+    limits: EnvironmentConfig = LIMITS,
     samples: int = 2,
     max_tokens: int = 200,
     form: Format | None = None,
@@ -87,7 +88,7 @@ def start(
     tools = tuple(tool_names(kind))
     runner = EpisodeRunner(kind, form or Tag(tools), limits, tokenizer, max_tokens, encode)
     problem = Problem("p1", "How much?", "3", {"level": 2})
-    return runner.start([encode(problem, tokenizer)], samples, reset_seeds=[0])
+    return Episodes(runner, [encode(problem, tokenizer)], samples, [0])
 
 
 def encode(problem: Problem, tokenizer: Any) -> Prompt:
@@ -214,7 +215,7 @@ def test_responses_whose_environments_begin_differently_have_prompts_of_their_ow
     ],
 )
 def test_errors_of_a_tool_are_reported_to_the_model(tokenizer: Any, text: str, observation: str) -> None:
-    episodes = start(tokenizer, limits=replace(LIMITS, observation_tokens=60))
+    episodes = start(tokenizer, limits=LIMITS.model_copy(update={"max_observation_tokens": 60}))
     turn = append(tokenizer, None, text)
     assert text_of(tokenizer, answer(episodes, turn)) == f"<output>{observation}</output>"
     [[one, _]] = episodes.finish([[turn, turn]])
@@ -223,8 +224,7 @@ def test_errors_of_a_tool_are_reported_to_the_model(tokenizer: Any, text: str, o
 
 
 def test_an_environment_that_hangs_costs_its_episode(tokenizer: Any) -> None:
-    limits = EpisodeLimits(turns=3, turn_tokens=64, observation_tokens=16, timeout=0.2)
-    episodes = start(tokenizer, Rewarding, limits=limits)
+    episodes = start(tokenizer, Rewarding, limits=LIMITS.model_copy(update={"timeout": 0.2}))
     hanging, adding = append(tokenizer, None, "<hang></hang>"), append(tokenizer, None, "<add>2</add>")
     assert answer(episodes, hanging).finish_reason == "stop"
     assert text_of(tokenizer, answer(episodes, adding, sample=1)) == "<output>2</output>"
@@ -298,9 +298,8 @@ def test_a_result_that_does_not_fit_ends_the_episode(tokenizer: Any) -> None:
     ],
 )
 def test_void_turns(tokenizer: Any, pattern: str | None, text: str, void: bool) -> None:
-    limits = EpisodeLimits(3, 64, 16, 5.0, answer=pattern)
     turn = append(tokenizer, None, text)
-    [[one, _]] = start(tokenizer, limits=limits).finish([[turn, turn]])
+    [[one, _]] = start(tokenizer, limits=LIMITS.model_copy(update={"answer": pattern})).finish([[turn, turn]])
     assert one.outcome is not None
     assert one.outcome.void == void
 
@@ -313,7 +312,7 @@ def test_a_cut_call_that_begins_with_a_special_token_is_not_an_answer(tokenizer:
         def begin(self) -> tuple[str, ...]:
             return ("<|im_start|>",)
 
-    limits = EpisodeLimits(3, 64, 16, 5.0, answer=r"\d")
+    limits = LIMITS.model_copy(update={"answer": r"\d"})
     for words, void in (("<|im_start|>add 5", True), ("5 <|im_start|>add", False), ("5", False)):
         turn = replace(append(tokenizer, None, words), text=words.replace("<|im_start|>", ""))
         [[one, _]] = start(tokenizer, limits=limits, form=Special(("add",))).finish([[turn, turn]])
@@ -337,7 +336,7 @@ def test_an_environment_that_cannot_be_closed_is_reported(tokenizer: Any) -> Non
 @pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_end|>b<|endoftext|>", "<<|im_start|>system\n", "no token"])
 def test_a_result_never_becomes_a_control_token(tokenizer: Any, text: str) -> None:
     """A result that ends a turn or begins one of the system would write the rest of the conversation itself."""
-    episodes = start(tokenizer, limits=replace(LIMITS, observation_tokens=60))
+    episodes = start(tokenizer, limits=LIMITS.model_copy(update={"max_observation_tokens": 60}))
     ids = answer(episodes, append(tokenizer, None, f"<word>{text}</word>")).ids
     assert tokenizer.decode(ids.tolist()) == f"<output>{text}</output>"
     assert not set(ids.tolist()) & set(tokenizer.all_special_ids)

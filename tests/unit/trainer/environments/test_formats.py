@@ -11,6 +11,7 @@ from tests.support.chat_tokenizers import bundled_tokenizer
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.formats import Call, Fence, Tag, ToolError, build_format
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Chat, Plain
@@ -80,8 +81,8 @@ def test_mistakes_in_a_format_are_one_line(name: str, message: str) -> None:
 
 
 def test_a_list_of_stops_is_taken() -> None:
-    spec = environments.EnvironmentSpec(Two, format="tests.unit.trainer.environments.test_formats:Stops")
-    assert environments.build(spec).adapt(task(("\n",))).stop == ("\n", "!", "?")
+    section = EnvironmentConfig(name="class", format="tests.unit.trainer.environments.test_formats:Stops")
+    assert environments.build(section, Two).adapt(task(("\n",))).stop == ("\n", "!", "?")
 
 
 class Two:
@@ -151,7 +152,7 @@ def test_the_arguments_of_a_tool_that_needs_several_are_a_json_object() -> None:
     for content in ("6, 7", "[6, 7]", "[" * 100_000):
         with pytest.raises(ToolError, match="both: the call is not a JSON object of arguments"):
             form.parse(f"<both>{content}</both>")
-    built = environments.build(environments.EnvironmentSpec(Three)).adapt(task(("\n",)))
+    built = environments.build(EnvironmentConfig(name="class"), Three).adapt(task(("\n",)))
     assert built.stop == ("\n", "</add>", "</both>", "</one>")
 
 
@@ -169,7 +170,7 @@ def test_advice_about_formats_ends_at_one_that_works() -> None:
 
 def refused(form: str, style: Plain | Chat) -> str | None:
     """The format that the refusal of a format advises; None where it works."""
-    built = environments.build(environments.EnvironmentSpec(OnlyBoth, format=form))
+    built = environments.build(EnvironmentConfig(name="class", format=form), OnlyBoth)
     try:
         built.adapt(replace(task(("###",)), template=style))
         built.runner(bundled_tokenizer(), 64, lambda *_: None)  # type: ignore[arg-type]
@@ -182,7 +183,7 @@ def test_prompts_describe_the_tools_where_nobody_else_does() -> None:
     problem = Problem("1", "How much?", "3")
 
     def prompt(form: str, template: Plain | Chat, instructions: str = "", kind: type = Single) -> str:
-        built = environments.build(environments.EnvironmentSpec(kind, format=form, instructions=instructions))
+        built = environments.build(EnvironmentConfig(name="class", format=form, instructions=instructions), kind)
         return built.adapt(replace(task(("###",)), template=template)).prompt_text(problem, bundled_tokenizer())
 
     line = "<python>CODE</python>: Repeats. code (string): what is repeated."
@@ -202,14 +203,14 @@ def test_prompts_describe_the_tools_where_nobody_else_does() -> None:
 
 @pytest.mark.parametrize(("form", "stop"), [("fence", "\n"), ("fence", "```"), ("tag", ">"), ("tag", "<python")])
 def test_a_stop_of_the_task_inside_every_call_is_refused(form: str, stop: str) -> None:
-    built = environments.build(environments.EnvironmentSpec(Single, format=form))
+    built = environments.build(EnvironmentConfig(name="class", format=form), Single)
     with pytest.raises(TrimtabError, match=r"a turn of task 'numbers' ends at .* before a call in environment\.format"):
         built.adapt(task(("###", stop)))
     assert built.adapt(task(("###",))).stop[0] == "###"
 
 
 def test_a_stop_of_the_task_inside_every_call_of_the_chat_template_is_refused() -> None:
-    built = environments.build(environments.EnvironmentSpec(Single, format="chat"))
+    built = environments.build(EnvironmentConfig(name="class", format="chat"), Single)
     with pytest.raises(TrimtabError, match=r"ends at '\\n', before a call in environment\.format = 'chat'"):
         built.adapt(replace(task(("\n",)), template=Chat()))
     assert built.adapt(replace(task(("###",)), template=Chat())).stop == ("###", "</tool_call>")

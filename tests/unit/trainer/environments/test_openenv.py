@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.environments import EnvironmentSpec, build
+from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments import build
 from trimtab.trainer.environments.environment import call_tool, describe_tool
 from trimtab.trainer.environments.formats import Call, Tag, ToolError
 from trimtab.trainer.environments.openenv import OpenEnv, method_of, observation_text
@@ -91,8 +92,8 @@ def test_a_failed_tool_and_a_missing_field_are_errors() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(TrimtabError, match="is not an OpenEnv server"):
-        build(EnvironmentSpec("openenv", {"url": "http://127.0.0.1:1"}))
+        build(EnvironmentConfig(name="openenv", url="http://127.0.0.1:1"))
     with pytest.raises(TrimtabError, match="environment 'openenv': option 'url' is missing"):
-        build(EnvironmentSpec("openenv", {}))
+        build(EnvironmentConfig(name="openenv"))
     with pytest.raises(TrimtabError, match=r"environment 'openenv'.*'adress'"):
-        build(EnvironmentSpec("openenv", {"url": "http://127.0.0.1:1", "adress": 3}))
+        build(EnvironmentConfig(name="openenv", url="http://127.0.0.1:1", adress=3))

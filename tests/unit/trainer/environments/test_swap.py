@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
-from trimtab.trainer.environments import EnvironmentSpec, build
+from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments import build
 from trimtab.trainer.environments.formats import Call
 from trimtab.trainer.environments.swap_environment import SwapEnvironment, SwapFormat
 from trimtab.trainer.tasks.laboratory_tasks import fewest_swaps, transcript
@@ -105,4 +106,4 @@ def test_what_cannot_be_built_is_one_line() -> None:
     with pytest.raises(TrimtabError, match="leaves too few of the 240 rows of 3 digits that need 2 swaps"):
         tasks.build("swap-sort", digits=3, holdout=121)
     with pytest.raises(TrimtabError, match="environment 'swap': got an unexpected keyword argument 'max_turn'"):
-        build(EnvironmentSpec("swap", {"max_turn": 3}))
+        build(EnvironmentConfig(name="swap", max_turn=3))

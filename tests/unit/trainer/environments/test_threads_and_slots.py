@@ -15,7 +15,7 @@ from tests.unit.trainer.environments.test_episodes import LIMITS, Counter, answe
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, in_background
-from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
+from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes, reset_seed
 from trimtab.trainer.environments.formats import Tag
 from trimtab.types import Problem
 
@@ -87,7 +87,7 @@ def test_a_constructor_that_hangs_costs_its_own_episode(tokenizer: Any) -> None:
             if next(numbers) == 3:
                 release.wait()
 
-    episodes = start(tokenizer, Hanging, samples=6, limits=replace(LIMITS, timeout=0.2))
+    episodes = start(tokenizer, Hanging, samples=6, limits=LIMITS.model_copy(update={"timeout": 0.2}))
     release.set()
     turn = append(tokenizer, None, "5")
     outcomes = [completion.outcome for completion in episodes.finish([[turn] * 6])[0]]
@@ -107,7 +107,7 @@ def test_an_environment_whose_reset_is_given_up_is_closed(tokenizer: Any) -> Non
         def close(self) -> None:
             closed.append(release.is_set())
 
-    start(tokenizer, Slow, samples=1, limits=replace(LIMITS, timeout=0.05)).close()
+    start(tokenizer, Slow, samples=1, limits=LIMITS.model_copy(update={"timeout": 0.05})).close()
     release.set()
     assert closed == [False]
 
@@ -133,7 +133,7 @@ def test_close_waits_for_a_reset_that_is_interrupted(tokenizer: Any) -> None:
     runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: fixed)
     prompts = [encode(Problem(name, "How much?", name), tokenizer) for name in ("1", "2")]
     with pytest.raises(TrimtabError, match="is not in the prompt"):
-        runner.start(prompts, 1, reset_seeds=[0, 0])
+        Episodes(runner, prompts, 1, [0, 0])
     assert events.index("reset") < len(events) - 1, "its close() came after it"
     assert sorted(events) == ["close", "close", "reset"]
 
@@ -191,7 +191,7 @@ def test_closing_waits_for_a_call_in_progress_and_drops_one_that_waits(tokenizer
             events.append("close")
 
     runner = EpisodeRunner(Slow, Tag(("add",)), LIMITS, tokenizer, 200, encode, concurrent_calls=1)
-    episodes = runner.start([encode(Problem("p1", "How much?", "3"), tokenizer)], 2, reset_seeds=[0])
+    episodes = Episodes(runner, [encode(Problem("p1", "How much?", "3"), tokenizer)], 2, [0])
     episodes.submit(0, 0, append(tokenizer, None, "<add>1</add>"))
     assert begun.wait(10.0)
     episodes.submit(0, 1, append(tokenizer, None, "<add>2</add>"))
@@ -264,7 +264,7 @@ def seeds_of(tokenizer: Any, seed: int, problems: list[Problem]) -> list[int]:
 
     runner = EpisodeRunner(Drawing, Tag(("add",)), LIMITS, tokenizer, 200, encode)
     prompts = [encode(problem, tokenizer) for problem in problems]
-    runner.start(prompts, 2, reset_seeds=[reset_seed(seed, number) for number in range(len(prompts))]).close()
+    Episodes(runner, prompts, 2, [reset_seed(seed, number) for number in range(len(prompts))]).close()
     return sorted(seen)
 
 
@@ -333,6 +333,6 @@ def test_a_text_of_reset_whose_last_blank_the_template_removes(tokenizer: Any) -
         return encode(replace(problem, question=problem.question.strip()), tokenizer)
 
     runner = EpisodeRunner(Board, Tag(("add",)), LIMITS, tokenizer, 200, trimmed)
-    episodes = runner.start([trimmed(Problem("a", "Play.", ""), tokenizer)], 1, reset_seeds=[0])
+    episodes = Episodes(runner, [trimmed(Problem("a", "Play.", ""), tokenizer)], 1, [0])
     assert episodes.prompts[0].text == "Question: Play.\n. . x\nAnswer:"
     episodes.close()

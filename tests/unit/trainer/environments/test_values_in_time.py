@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from trimtab.trainer.environments import environment
 from trimtab.trainer.environments.background import EnvironmentFailed, in_background
 from trimtab.trainer.environments.formats import Call, ToolError
 
-SHORT = replace(LIMITS, timeout=0.2)
+SHORT = LIMITS.model_copy(update={"timeout": 0.2})
 
 
 class Leaving:
@@ -151,7 +150,8 @@ def test_coroutines_run_after_one_that_blocks_the_event_loop(tokenizer: Any) -> 
         with pytest.raises(EnvironmentFailed, match="did not return"):
             value_of(block, 0.1)
         later = answer(
-            start(tokenizer, Tools, limits=replace(LIMITS, timeout=1.0)), append(tokenizer, None, "<wait></wait>")
+            start(tokenizer, Tools, limits=LIMITS.model_copy(update={"timeout": 1.0})),
+            append(tokenizer, None, "<wait></wait>"),
         )
         assert text_of(tokenizer, later) == "<output>here</output>"
     finally:

@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.evaluation import evaluate
-from trimtab.types import EpisodeOutcome, SamplingParams
+from trimtab.types import EpisodeOutcome, RewardSpec, SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=3)
 FOUR = SamplingParams(temperature=1.0, max_tokens=8, stop=TASK.stop)
@@ -94,7 +94,7 @@ def test_episodes_without_a_call_have_no_tool_errors_and_no_environment_has_no_e
 
 
 def test_the_first_reward_alone_decides_what_is_correct():
-    specs = [("exact", 1.0, 5.0, {}), ("overlong", 1.0, 5.0, {"max_tokens": 4, "cache": 4})]
+    specs = [RewardSpec("exact"), RewardSpec("overlong", options={"max_tokens": 4, "cache": 4})]
     result = measured(script(4, 1, 0), specs)
     assert result.accuracy == pytest.approx(0.5)
     assert result.reward < 0.5
@@ -106,13 +106,13 @@ def test_failures_are_counted_and_are_in_no_average():
             raise ValueError("cannot judge this")
         return float(completion.strip() == problem.answer)
 
-    result = measured(script(2, 1, 0), [(picky, 1.0, 5.0, {})])
+    result = measured(script(2, 1, 0), [RewardSpec(picky)])
     assert [(p.correct, p.scored) for p in result.problems] == [(2, 4), (3, 3), (4, 4)]
     [error] = result.errors
     assert "reward 'picky' raised ValueError: cannot judge this" in error
     assert result.pass_ks == (1, 2)
     with pytest.raises(TrimtabError, match=r"not one sample could be scored.*cannot judge"):
-        measured(script(4, 3, 4), [(always, 1.0, 5.0, {})])
+        measured(script(4, 3, 4), [RewardSpec(always)])
 
 
 def always(completion, problem):  # noqa: ARG001

@@ -239,28 +239,16 @@ def test_adapters_on_a_router_replay() -> None:
     assert all(grad is not None and grad.abs().max() > 0 for grad in trained)
 
 
-def routes_of(tokens: int, choice: tuple[int, int] = (0, 1)) -> Tensor:
-    return torch.tensor(choice).expand(tokens, LAYERS, -1).clone()
+def routes_of(tokens: int) -> Tensor:
+    return torch.tensor((0, 1)).expand(tokens, LAYERS, -1).clone()
 
 
 IDS = torch.tensor([[5, 9, 11, 7]])
 
 
-@pytest.mark.parametrize(
-    ("routes", "message"),
-    [
-        (routes_of(4)[:, :1], "shape"),
-        (routes_of(4)[..., :1], "shape"),
-        (routes_of(3), "routes of 3 tokens"),
-        (torch.cat([routes_of(2), routes_of(2, (0, 4))]), r"choice \[0, 4\] of token 2 in mixture layer 0"),
-        (routes_of(4, (-2, 1)), r"choice \[-2, 1\]"),
-        (routes_of(4, (UNROUTED, 1)), r"choice \[-1, 1\]"),
-        (routes_of(4, (2, 2)), "an expert twice"),
-    ],
-)
-def test_foreign_routes_are_refused(routes: Tensor, message: str) -> None:
+def test_routes_of_other_tokens_are_refused() -> None:
     model = build("qwen3_moe")
-    with pytest.raises(TrimtabError, match=message), replay_routing(model, routes):
+    with pytest.raises(TrimtabError, match="routes of 3 tokens"), replay_routing(model, routes_of(3)):
         model(IDS)
 
 

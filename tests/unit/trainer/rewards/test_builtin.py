@@ -13,7 +13,7 @@ from trimtab.trainer import rewards, tasks
 from trimtab.trainer.rewards import Response
 from trimtab.trainer.rewards.builtin import numbers
 from trimtab.trainer.rewards.math_equal import readable
-from trimtab.types import Problem
+from trimtab.types import Problem, RewardSpec
 
 SUM = tasks.build("arithmetic")
 SORT = tasks.build("sort")
@@ -22,12 +22,12 @@ SORT = tasks.build("sort")
 def test_observations_do_not_count_in_the_length_of_a_response():
     response = Response.of(multi_turn(0, "ab...c").completion)
     assert response.tokens == 3
-    with rewards.build([("overlong", 1.0, 20.0, {"max_tokens": 4, "cache": 4})], SUM) as scorer:
+    with rewards.build([RewardSpec("overlong", 1.0, 20.0, {"max_tokens": 4, "cache": 4})], SUM) as scorer:
         assert scorer.score([(Problem("p", "q", "1"), response)])[0].total == -3 / 4
 
 
 def pay(name, text, answer, *, task=SUM, finish="stop", tokens=5, **options):
-    with rewards.build([(name, 1.0, 20.0, options)], task) as scorer:
+    with rewards.build([RewardSpec(name, 1.0, 20.0, options)], task) as scorer:
         return scorer.score([(Problem("p", "q", answer), Response(text, finish, tokens))])[0]
 
 
@@ -138,14 +138,14 @@ def test_math(math_scorer, text, answer, value):
 
 @pytest.fixture(scope="module")
 def math_scorer():
-    with rewards.build([("math", 1.0, 20.0, {})], CHAT) as scorer:
+    with rewards.build([RewardSpec("math", 1.0, 20.0, {})], CHAT) as scorer:
         yield scorer
 
 
 @pytest.mark.e2e
 def test_where_math_reads_the_answer():
     def paid(where, *pairs):
-        with rewards.build([("math", 1.0, 20.0, {"where": where})], CHAT) as scorer:
+        with rewards.build([RewardSpec("math", 1.0, 20.0, {"where": where})], CHAT) as scorer:
             samples = [(Problem("p", "q", answer), Response(text, "stop", 5)) for text, answer in pairs]
             return [score.total for score in scorer.score(samples)]
 
@@ -165,7 +165,7 @@ def test_format_runs_outside_so_that_a_bad_pattern_costs_its_sample_only():
     assert pay("format", "<a>1</a>", "1", pattern="<a>.*</a>").total == 1.0
     assert pay("format", "x<a>1</a>", "1", pattern="<a>.*</a>").total == 0.0
     assert pay("format", "x<a>1</a>", "1", pattern="<a>.*</a>", whole=False).total == 1.0
-    with rewards.build([("format", 1.0, 0.5, {"pattern": "(a+)+b"})], SUM) as scorer:
+    with rewards.build([RewardSpec("format", 1.0, 0.5, {"pattern": "(a+)+b"})], SUM) as scorer:
         hung, fine = scorer.score([(Problem("p", "q", "1"), Response(text, "stop", 5)) for text in ("a" * 60, "aab")])
     assert hung.total is None
     assert hung.error == "problem 'p': reward 'format' took longer than 0.5 s"
@@ -202,6 +202,6 @@ def test_overlong_is_dapos_penalty():
 )
 def test_mistakes_are_named_before_anything_runs(spec, words):
     with pytest.raises(TrimtabError) as error:
-        rewards.build([spec], SUM)
+        rewards.build([RewardSpec(*spec)], SUM)
     assert words in str(error.value)
     assert json.dumps(str(error.value)).count("\\n") == 0

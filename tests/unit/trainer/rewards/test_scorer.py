@@ -32,9 +32,17 @@ def test_total_is_the_weighted_sum_of_unweighted_parts():
 
 
 def test_the_same_reward_twice_keeps_two_names():
-    specs = [("format", 1.0, 5.0, {"pattern": ".*8"}), ("format", 1.0, 5.0, {"pattern": "7.*"})]
+    specs = [RewardSpec("format", options={"pattern": pattern}) for pattern in (".*8", "7.*")]
     with rewards.build(specs, SUM) as scorer:
         assert dict(scorer.score([ITEM])[0].parts) == {"format": 1.0, "format-2": 0.0}
+
+
+def test_a_name_that_another_one_begins_with_is_not_the_same():
+    def reasoning(completion, problem):
+        raise NotImplementedError
+
+    specs = [RewardSpec("reasoning-gym"), RewardSpec(reasoning), RewardSpec(reasoning)]
+    assert [entry.name for entry in rewards.weighted(specs, SUM)] == ["reasoning-gym", "reasoning", "reasoning-2"]
 
 
 class Mute(Exception):
@@ -59,7 +67,7 @@ def moody(completion, problem):  # noqa: ARG001
 def test_failures_are_per_sample_and_name_reward_and_problem():
     words = ["fine", "raise", "mute", "hang", "leave", "nan", "fine"]
     items = [(ITEM[0], Response(f" {word}", "stop", 4)) for word in words]
-    with rewards.build([("exact", 1.0, 5.0, {}), (moody, 1.0, 1.0, {})], SUM) as scorer:
+    with rewards.build([RewardSpec("exact", 1.0, 5.0, {}), RewardSpec(moody, 1.0, 1.0, {})], SUM) as scorer:
         scores = scorer.score(items)
         assert scorer.score([ITEM])[0].total == 1.5
     assert [score.total for score in scores] == [0.5, None, None, None, None, None, 0.5]
@@ -78,20 +86,20 @@ def test_failures_are_per_sample_and_name_reward_and_problem():
 def test_a_user_function_by_name_is_found_beside_the_user(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completion, problem):\n    return 1 / len(completion)\n")
     monkeypatch.chdir(tmp_path)
-    with rewards.build([("my_rewards:short", 1.0, 5.0, {})], SUM) as scorer:
+    with rewards.build([RewardSpec("my_rewards:short", 1.0, 5.0, {})], SUM) as scorer:
         assert scorer.score([ITEM])[0] == rewards.Score(1 / 3, {"my_rewards:short": 1 / 3}, None)
 
 
 def test_completions_of_an_engine_are_scored_as_they_come():
     ids = np.arange(3)
     completion = Completion(ids, np.zeros(3, np.float32), ids, "length", " 68")
-    specs = [("exact", 1.0, 5.0, {}), ("overlong", 1.0, 5.0, {"max_tokens": 4, "cache": 4})]
+    specs = [RewardSpec("exact"), RewardSpec("overlong", options={"max_tokens": 4, "cache": 4})]
     with rewards.build(specs, SUM) as scorer:
         assert dict(scorer.score([(ITEM[0], completion)])[0].parts) == {"exact": 0.0, "overlong": -0.75}
 
 
 def test_a_deleted_scorer_ends_its_processes():
-    scorer = rewards.build([(lambda completion, problem: os.getppid(), 1.0, 5.0, {})], SUM)  # noqa: ARG005
+    scorer = rewards.build([RewardSpec(lambda completion, problem: os.getppid(), 1.0, 5.0, {})], SUM)  # noqa: ARG005
     supervisor = int(scorer.score([ITEM])[0].total or 0)
     del scorer
     with pytest.raises(ProcessLookupError):

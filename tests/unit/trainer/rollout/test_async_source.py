@@ -14,10 +14,10 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer import rewards
-from trimtab.trainer.config import load_config
+from trimtab.trainer.config import EnvironmentConfig, load_config
 from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.environments.episodes import EpisodeLimits, EpisodeRunner
+from trimtab.trainer.environments.episodes import EpisodeRunner
 from trimtab.trainer.environments.formats import Tag
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout import async_source, engine_thread
@@ -73,7 +73,9 @@ def test_batches_of_several_engines_come_in_order(desk: Open, engines: int) -> N
 
 def run_episodes(one: Desk, kind: type) -> None:
     """Makes its responses episodes without calls, in environments of a class."""
-    limits = EpisodeLimits(turns=2, turn_tokens=LENGTH, observation_tokens=8, timeout=30.0)
+    limits = EnvironmentConfig(
+        name="class", max_turns=2, max_turn_tokens=LENGTH, max_observation_tokens=8, timeout=30.0
+    )
     runner = EpisodeRunner(
         kind, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
     )
@@ -158,13 +160,28 @@ def test_other_engines_do_the_work_of_one_that_does_not_restart(desk: Open, monk
 
 
 def test_losing_the_last_engine_ends_the_run(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread sees that all engines are lost before it sees the error."""
     monkeypatch.setattr(engine_thread, "RESTART_BACKOFF", 0.0)
+    fail, free = engine_thread.AsyncState.fail, []
 
     def dead(_call: int, _interrupt: AbortSignal) -> int:
         raise EngineDeadError("gone")
 
+    def look(state: engine_thread.AsyncState) -> None:
+        if state.buffer.changed.acquire(blocking=False):
+            free.append(state)
+            state.buffer.changed.release()
+
+    def fail_slowly(state: engine_thread.AsyncState, error: BaseException) -> None:
+        other = threading.Thread(target=look, args=(state,))
+        other.start()
+        other.join()
+        fail(state, error)
+
+    monkeypatch.setattr(engine_thread.AsyncState, "fail", fail_slowly)
     with pytest.raises(TrimtabError, match="gone; no engine is left"):
         desk(Scripted(dead)).feed.take(0, 1)
+    assert not free
 
 
 def test_a_bug_in_one_engine_ends_the_run_of_two(desk: Open) -> None:
@@ -486,10 +503,12 @@ def test_without_a_lag_asynchronous_generation_gives_the_tokens_of_synchronous_g
     def source_of(kind: str) -> RolloutSource:
         engine = EmbeddedEngine(model, TOKENIZER, torch.float32)
         responses = Responses(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
-        collector = Collector(config, responses, engine, scorer)
+        collector = Collector(config, responses, scorer)
         buffer = Buffer(config.trainer)
         return (
-            SyncSource(collector, buffer) if kind == "synchronous" else AsyncSource(collector, buffer, [engine], print)
+            SyncSource(collector, buffer, engine)
+            if kind == "synchronous"
+            else AsyncSource(collector, buffer, [engine], print)
         )
 
     def take(feed: RolloutSource, steps: range) -> list[tuple[int, list[int], list[float], float]]:

@@ -44,8 +44,8 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
     responses = Responses(config, stream, SamplingParams(max_tokens=4, stop=(".",)))
-    collector = Collector(config, responses, engine, scorer)
-    return SyncSource(collector, Buffer(config.trainer))
+    collector = Collector(config, responses, scorer)
+    return SyncSource(collector, Buffer(config.trainer), engine)
 
 
 def order(count: int) -> list[int]:
@@ -69,7 +69,6 @@ def test_groups_come_in_order_and_are_numbered(scorer: rewards.Scorer) -> None:
     assert [trajectory.group for group in first + second for trajectory in group] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [trajectory.reward for trajectory in first[0]] == [1.0, 0.0]
     assert (stats.no_signal, stats.groups) == (1, 2)
-    assert stats.generated == 4
 
 
 def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) -> None:
@@ -156,7 +155,7 @@ def test_observations_are_neither_trained_nor_read(scorer: rewards.Scorer) -> No
     assert kept.loss_mask.tolist() == [True, True, False, True]
     assert not kept.off_policy
     assert oldest(groups[0]) == 4, "the version of an observation is -1"
-    assert (stats.dropped, stats.generated, stats.response_tokens) == (1, 2, 6)
+    assert (stats.dropped, stats.response_tokens) == (1, 6)
 
 
 def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards.Scorer) -> None:

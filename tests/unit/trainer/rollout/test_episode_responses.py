@@ -9,11 +9,11 @@ import pytest
 
 from trimtab.api import _resolve
 from trimtab.errors import TrimtabError
-from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.environments import BuiltEnvironment, EnvironmentSpec
+from trimtab.trainer import environments
+from trimtab.trainer.config import Config, EnvironmentConfig, load_config
+from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.environments.swap_environment import SwapEnvironment
 from trimtab.trainer.evaluation import Settings, TaskSpec, compare
-from trimtab.trainer.rollout.episode_responses import environment_spec, refuse_unused_rewards
 from trimtab.trainer.run import RunParts, build_parts
 from trimtab.types import Problem, RewardSpec
 
@@ -87,33 +87,29 @@ def test_rewards_that_nobody_gave_or_that_are_used_are_not() -> None:
 
 
 def test_an_evaluation_refuses_them_too() -> None:
-    spec = TaskSpec("swap-sort", {"holdout": 20}, (RewardSpec("exact"),), environment=EnvironmentSpec("swap"))
+    spec = TaskSpec("swap-sort", {"holdout": 20}, (RewardSpec("exact"),), environment=EnvironmentConfig(name="swap"))
     with pytest.raises(TrimtabError, match=r"'swap' has get_reward\(\).* \[\[reward\]\] would never be called"):
         compare(["laboratory-tools"], [spec], Settings())
 
 
 def test_a_server_that_gives_rewards_can_be_told_not_to() -> None:
-    server = BuiltEnvironment(EnvironmentSpec("openenv"), SwapEnvironment, SwapEnvironment)
+    server = BuiltEnvironment(EnvironmentConfig(name="openenv"), "openenv", SwapEnvironment, SwapEnvironment)
     with pytest.raises(TrimtabError, match=r"set environment\.reward = false"):
-        refuse_unused_rewards(server, "[[reward]]")
-    refuse_unused_rewards(server, None)
+        server.refuse_unused_rewards("[[reward]]")
+    server.refuse_unused_rewards(None)
 
 
 @pytest.mark.parametrize("name", ["__main__:Half", "tests.some:test_a.<locals>.Half"])
 def test_a_class_given_in_python_is_not_found_by_name(name: str) -> None:
-    config = recipe(f'environment.name="{name}"')
+    section = EnvironmentConfig(name=name)
     with pytest.raises(TrimtabError) as caught:
-        environment_spec(config)
+        environments.build(section)
     line = str(caught.value)
     assert "was given in Python, trimtab.train(environment=Half)" in line
     assert "--set environment.name=MODULE:Half" in line
-    spec = environment_spec(config, Unscored)
-    assert spec is not None
-    assert spec.name is Unscored
+    assert environments.build(section, Unscored).kind is Unscored
 
 
 def test_a_script_finds_the_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "Half", Unscored, raising=False)
-    spec = environment_spec(recipe('environment.name="__main__:Half"'))
-    assert spec is not None
-    assert spec.name == "__main__:Half"
+    assert environments.build(EnvironmentConfig(name="__main__:Half")).kind is Unscored

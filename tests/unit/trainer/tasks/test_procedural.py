@@ -145,7 +145,7 @@ def test_mistakes_are_named(name, options, words):
 
 
 def test_every_task_lists_its_options():
-    for name in tasks.names():
-        described = tasks.options(name)
+    for name in tasks.KINDS.names():
+        described = tasks.KINDS.options(name)
         assert ("seed" in described) == (name != "mixture")  # its tasks have seeds of their own
-    assert "format" in tasks.options("file")
+    assert "format" in tasks.KINDS.options("file")

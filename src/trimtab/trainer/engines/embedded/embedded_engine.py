@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.errors import TrimtabError
 from trimtab.trainer.engines.decoding_rows import DecodingRow, build_rows, grouped_completions
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder, plan_prefill
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
@@ -36,7 +36,6 @@ from trimtab.trainer.models.matmul import on_accelerator
 from trimtab.trainer.models.routing import record_routing, router_info
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
 CACHE_BYTES = 2 << 30
 # Finished rows are removed once they exceed this share of the batch. On a CPU any share up to a quarter takes the same
@@ -51,27 +50,23 @@ class EmbeddedEngine:
     The copy shares no storage with the original model. `policy_version` starts at 0.
 
     Args:
-        dtype: of the copy: "float32", "bfloat16" or a torch dtype. Rollouts in bfloat16 differ from a float32 trainer.
+        dtype: of the copy. Rollouts in bfloat16 differ from a float32 trainer.
         quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
         routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
 
     Raises:
-        TrimtabError: an unknown dtype; `routes` for a model without known routers.
+        TrimtabError: `routes` for a model without known routers.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
-        dtype: str | torch.dtype = torch.bfloat16,
+        dtype: torch.dtype = torch.bfloat16,
         *,
         quantization: WeightQuantization = NO_QUANTIZATION,
         routes: bool = False,
     ) -> None:
-        if isinstance(dtype, str):
-            if dtype not in DTYPES:
-                raise TrimtabError(f"unknown engine dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
-            dtype = DTYPES[dtype]
         self.policy_version = 0
         self.decoded_tokens = 0
         self.prefilled_tokens = 0

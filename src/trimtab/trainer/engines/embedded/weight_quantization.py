@@ -16,8 +16,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer.config import Config
 from trimtab.trainer.models.architecture import decoder_stack
 from trimtab.trainer.models.noise import normals
+from trimtab.trainer.seeds import derive
 
 BITS = {"none": None, "int8": 8, "int4": 4, "int3": 3}
 
@@ -33,12 +35,6 @@ class WeightQuantization:
     bits: int | None = None
     noise: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bits is not None and not 2 <= self.bits <= 8:
-            raise ValueError(f"bits = {self.bits}: between 2 and 8")
-        if self.noise < 0 or self.seed < 0:
-            raise ValueError(f"noise = {self.noise}, seed = {self.seed}: neither may be negative")
 
     @property
     def active(self) -> bool:
@@ -62,6 +58,11 @@ class WeightQuantization:
 NO_QUANTIZATION = WeightQuantization()
 
 
+def weight_quantization(config: Config) -> WeightQuantization:
+    """Returns the quantization and noise that the recipe applies to the sampler's weights."""
+    return WeightQuantization(BITS[config.engine.quantize], config.engine.noise, derive(config.seed, "rounding"))
+
+
 def quantize(weight: Float[Tensor, "... rows columns"], bits: int) -> Float[Tensor, "... rows columns"]:
     """Rounds every row to the 2^bits - 1 levels -n..n times its scale, max |w| / n; returns the dtype of `weight`.
 
@@ -77,11 +78,7 @@ def quantize(weight: Float[Tensor, "... rows columns"], bits: int) -> Float[Tens
 
 
 def matrices(model: Any) -> tuple[str, ...]:
-    """Returns the names of the parameters that are quantized, in the order of `model.named_parameters()`.
-
-    Raises:
-        TrimtabError: the decoder has a matrix whose rows are not known to be its outputs (GPT-2, adapters).
-    """
+    """Returns the names of the parameters that are quantized, in the order of `model.named_parameters()`."""
     owners = {
         id(p): module
         for layer in decoder_stack(model).layers

@@ -12,12 +12,14 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
 
 # Nothing that imports torch, which takes seconds without a heartbeat.
+from trimtab.trainer.config import Config
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
 from trimtab.trainer.processes import Message, Parent
 from trimtab.types import Completion, Engine
@@ -44,20 +46,20 @@ class EngineHost:
         self._call = 0
         self._turns: HostedTurns | None = None
 
-    def start(self, spec: Mapping[str, Any]) -> None:
+    def start(self, config: Config, folder: Path, threads: int) -> None:
         """Builds the engine; an error is the answer to every call."""
         try:
-            self.build(spec)
+            self.build(config, folder, threads)
         except Exception as error:
             self._error = _to_send(error)
 
-    def build(self, spec: Mapping[str, Any]) -> None:
+    def build(self, config: Config, folder: Path, threads: int) -> None:
         import torch
 
-        from trimtab.trainer.engines.engine_spec import build_from_spec
+        from trimtab.trainer.engines.factory import build_engine
 
-        torch.set_num_threads(spec["threads"])
-        self.engine = build_from_spec(spec)
+        torch.set_num_threads(threads)
+        self.engine = build_engine(config, folder)
 
     def answer(self, call: int, method: str, arguments: tuple[Any, ...]) -> CallResult:
         """Performs call number `call`."""
@@ -145,10 +147,10 @@ class ProcessHost(EngineHost):
         )
 
     def serve(self) -> None:
-        """Answers calls until the parent is gone; the first message is the specification of the engine."""
+        """Answers calls until the parent is gone; the first message has the arguments of `start`."""
         message = self._messages.get()
         if message is not None:
-            self.start(message.content)
+            self.start(**message.content)
         while (message := self._messages.get()) is not None:
             call, method, arguments = message.content
             files = () if message.descriptor is None else (message.descriptor,)
@@ -188,7 +190,7 @@ class ProcessHost(EngineHost):
         if isinstance(message.content, int):
             self.abort(message.content)
             return
-        self._busy = isinstance(message.content, tuple)  # the specification gets no answer
+        self._busy = isinstance(message.content, tuple)  # the first message gets no answer
         self._messages.put(message)
 
     def _wait_for_close(self) -> None:

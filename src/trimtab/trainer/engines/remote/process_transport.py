@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
+from trimtab.trainer.config import Config
 from trimtab.trainer.engines.remote.engine_host import CallResult
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import TransportLost
@@ -22,13 +23,13 @@ class ProcessTransport:
     Its output is not shown on the terminal; the last line is quoted when the process dies.
 
     Args:
-        spec: the engine; see `engine_spec.py`.
+        config, folder: the arguments of `factory.build_engine`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: that of this process.
     """
 
-    def __init__(self, spec: Mapping[str, Any], *, threads: int, devices: str | None = None) -> None:
-        self._spec = {**spec, "threads": threads}
+    def __init__(self, config: Config, folder: Path, *, threads: int, devices: str | None = None) -> None:
+        self._start = {"config": config, "folder": folder.absolute(), "threads": threads}
         self._environment = {"OMP_NUM_THREADS": str(threads)}
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -38,7 +39,7 @@ class ProcessTransport:
         self.turns: list[EndedTurn] = []
         self._process = WorkerProcess(WORKER, environment=self._environment)
         with contextlib.suppress(OSError):  # it has died already: the first call reports that
-            self._process.send(self._spec)
+            self._process.send(self._start)
 
     @property
     def pid(self) -> int:

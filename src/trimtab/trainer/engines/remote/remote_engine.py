@@ -139,7 +139,6 @@ class RemoteEngine:
 
         Raises:
             EngineDeadError: the other side died or sends no heartbeat.
-            TrimtabError: what the hosted engine refuses; no weights were published yet.
         """
         self._require_weights()
         max_turn_tokens = None if turns is None else turns.max_turn_tokens
@@ -156,7 +155,6 @@ class RemoteEngine:
 
         Raises:
             EngineDeadError: the other side died or sends no heartbeat; a new one has no weights.
-            TrimtabError: what the hosted engine refuses; there is not enough memory for a copy.
         """
         self._call("update_weights", weights, version, as_is)
         self._has_weights = True
@@ -170,7 +168,6 @@ class RemoteEngine:
 
         Raises:
             EngineDeadError: the new one was lost too.
-            TrimtabError: the engine was closed.
         """
         if self._closed:
             raise TrimtabError("the engine was closed: build another one")

@@ -149,11 +149,7 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def check_url(url: str) -> str:
-    """Returns `url` without a trailing slash.
-
-    Raises:
-        TrimtabError: it is not `http(s)://host[:port]`.
-    """
+    """Returns `url` without a trailing slash; raises `TrimtabError` unless it is `http(s)://host[:port]`."""
     problem = address_problem("engine.server.urls", url, SET_AUTHORIZATION)
     try:
         httpx2.URL(url)
@@ -165,11 +161,7 @@ def check_url(url: str) -> str:
 
 
 def authorization() -> dict[str, str]:
-    """Returns the header with which servers are asked, where the environment has one.
-
-    Raises:
-        TrimtabError: it is not a header; the message does not quote it.
-    """
+    """Returns the header with which servers are asked, where the environment has one."""
     value = os.environ.get(AUTHORIZATION, "").strip()
     if not value.isascii() or not value.isprintable():
         raise TrimtabError(f"{AUTHORIZATION} has characters that a header cannot have: write it like 'Bearer KEY'")

@@ -86,7 +86,6 @@ class RequestDispatch:
 
         Raises:
             EngineDeadError: all servers were lost and none came back.
-            TrimtabError: a server refuses a request; a request was not answered after many attempts.
         """
         self._responses = len(responses)
         for server in self._servers:

@@ -104,8 +104,6 @@ class ServerEngine:
 
         Raises:
             EngineDeadError: all servers were lost and none came back.
-            TrimtabError: the arguments cannot be met; a server refuses a request or returns a token without its
-                log-prob; a response was not answered after many attempts.
         """
         self._check(sampling)
         context = self._model.context
@@ -148,7 +146,6 @@ class ServerEngine:
 
         Raises:
             EngineDeadError: all servers were lost and none came back.
-            TrimtabError: a server refuses, or returns no log-probs of prompts.
         """
         self._calls += 1
         requests = [
@@ -174,7 +171,6 @@ class ServerEngine:
 
         Raises:
             EngineDeadError: no server is left.
-            TrimtabError: the weights do not fit the model, or a server does not load them.
         """
         tensors = self._manifest.check(weights)
         folder, label = self._folder.write(tensors, version)

@@ -117,11 +117,7 @@ class InferenceServer:
         self._failed_uploads = 0
 
     async def _check_processed(self, connection: Connection, request: CompletionRequest) -> None:
-        """Checks, once after each health check, that log-probs are those of the distribution that is sampled.
-
-        Raises:
-            TrimtabError: they are not.
-        """
+        """Checks, once after each health check, that log-probs are those of the distribution that is sampled."""
         async with self.lock:
             if self._processed:
                 return
@@ -210,11 +206,7 @@ async def wait_for_servers(
     *,
     wait_for_all: bool,
 ) -> None:
-    """Waits until one server works, or all of them with `wait_for_all`; `notify` gets a line every few seconds.
-
-    Raises:
-        TrimtabError: they do not within `timeout` seconds.
-    """
+    """Waits until one server works, or all of them with `wait_for_all`; `notify` gets a line every few seconds."""
     deadline, backoff, notify = time.monotonic() + timeout, INITIAL_BACKOFF, rate_limited(notify)
     while True:
         unavailable = await _gather(server.check_and_update(weights) for server in servers)

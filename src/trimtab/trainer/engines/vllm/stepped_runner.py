@@ -55,11 +55,7 @@ def import_vllm(*, eager: bool) -> None:
 
 
 def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
-    """Returns vLLM's engine arguments. The engine starts with dummy weights, to be replaced before it samples.
-
-    Raises:
-        TrimtabError: sampling masks are requested on a CPU.
-    """
+    """Returns vLLM's engine arguments. The engine starts with dummy weights, to be replaced before it samples."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     settings = config.vllm
@@ -103,7 +99,7 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TokenRequest:
     index: int  # of its response; successive turns of one response are successive requests
     ids: list[int]
     params: Any  # vllm.SamplingParams
@@ -127,7 +123,7 @@ class TokenDelta:
 
 
 OnTokens = Callable[[int, TokenDelta], bool]  # (index of the response, its new tokens) -> is the request complete?
-Joining = Callable[[bool], Sequence[Request]]  # (nothing is running) -> requests that join now
+Joining = Callable[[bool], Sequence[TokenRequest]]  # (nothing is running) -> requests that join now
 
 
 class VllmRunner:

@@ -30,7 +30,7 @@ from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes, validate_reque
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.trainer.engines.vllm import stepped_runner
-from trimtab.trainer.engines.vllm.stepped_runner import Request, TokenDelta, VllmRunner, import_vllm
+from trimtab.trainer.engines.vllm.stepped_runner import TokenDelta, TokenRequest, VllmRunner, import_vllm
 from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, require_all_loaded, share
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
@@ -42,11 +42,7 @@ class VllmEngine:
     """
 
     def __init__(self, model_folder: Path | str, tokenizer: Any, config: EngineConfig) -> None:
-        """Starts vLLM. `model_folder` holds config.json and optionally generation_config.json; weights are not read.
-
-        Raises:
-            TrimtabError: vLLM is missing or broken, or does not start with this configuration.
-        """
+        """Starts vLLM. `model_folder` holds config.json and optionally generation_config.json; weights are not read."""
         import_vllm(eager=config.vllm.eager)
         self.policy_version = 0
         self.decoded_tokens = 0
@@ -74,8 +70,6 @@ class VllmEngine:
         """See `types.Engine`. Entropies are not reported.
 
         Raises:
-            TrimtabError: as the embedded engine; nothing was published yet; truncated sampling without
-                `engine.vllm.sampling_mask`; vLLM returned a token without its log-prob.
             EngineDeadError: one of vLLM's own processes died (tensor parallelism).
         """
         self._check(prompts, samples, sampling, seed)
@@ -85,7 +79,7 @@ class VllmEngine:
         new_rows = [row for row in rows if row.active]
         unstarted: dict[int, int] = {}  # index of the response -> tokens of its request
 
-        def joining(idle: bool) -> list[Request]:
+        def joining(idle: bool) -> list[TokenRequest]:
             joined = [] if exchange is None else exchange.join(sampling.max_tokens, idle=idle and not new_rows)
             for row in joined:
                 row.append_observation(truncated=sampling.truncated)
@@ -95,7 +89,7 @@ class VllmEngine:
             for row in joined:
                 ids = [*prompts[row.prompt].ids.tolist(), *row.ids]
                 params = self._parameters(row, sampling, seed, None if turns is None else turns.max_turn_tokens)
-                requests.append(Request(row.prompt * samples + row.sample, ids, params))
+                requests.append(TokenRequest(row.prompt * samples + row.sample, ids, params))
                 unstarted[requests[-1].index] = len(ids)
             return requests
 
@@ -120,12 +114,12 @@ class VllmEngine:
         params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
         pairs = zip(prompts, completions, strict=True)
         waiting = [
-            Request(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
+            TokenRequest(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
             for index, (prompt, one) in enumerate(pairs)
         ]
         rows: dict[int, Sequence[float]] = {}
 
-        def joining(_idle: bool) -> list[Request]:
+        def joining(_idle: bool) -> list[TokenRequest]:
             joined = waiting.copy()
             waiting.clear()
             return joined
@@ -142,10 +136,8 @@ class VllmEngine:
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """See `types.Engine`. `as_is` has no effect: vLLM's own quantization cannot be switched off.
 
-        Raises:
-            TrimtabError: the weights are not those of the model (`WeightManifest.check`), and none is passed to vLLM;
-                or vLLM did not load one.
-            EngineDeadError: one of vLLM's own processes died (tensor parallelism).
+        Weights that are not those of the model (`WeightManifest.check`) are not passed to vLLM. Raises
+        `EngineDeadError` if one of vLLM's own processes died (tensor parallelism).
         """
         del as_is
         dtype = getattr(torch, self._config.dtype)

@@ -50,10 +50,6 @@ def make_invariant(model: Any) -> None:
 
     Rotary embeddings are not replaced: their product has one term, and `cos` and `sin` run the same code for all
     numbers.
-
-    Raises:
-        TrimtabError: another family, a sliding window, angles that depend on the batch, a head with a bias, or a module
-            of an unknown class.
     """
     _check(model)
     for module in model.base_model.modules():

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.invariant.kernels import KEY_BLOCK, use_triton
+from trimtab.trainer.models.invariant.kernels import KEY_BLOCK, attention_kernel, use_triton
 from trimtab.trainer.models.packed_attention import (
     MAX_SAVED_SCORES,
     AttentionOptions,
@@ -174,8 +174,6 @@ def attend_packed(
 ) -> tuple[Float[Tensor, "tokens channels"], list[list[Tensor]]]:
     """Returns attention over a packed row, and the probabilities for its backward. `sizes`: key heads, head width."""
     if use_triton(q):
-        from trimtab.trainer.models.invariant.kernels import attention_kernel
-
         result = attention_kernel.attend_packed(q, k, v, layout, sizes[1], options.scaling)
         # No probabilities of either kind of row: the backward recomputes them.
         return result, [[]] * (2 if layout.responses.width else 1)

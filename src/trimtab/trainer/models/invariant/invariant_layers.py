@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trimtab.trainer.models.invariant.kernels import use_triton
+from trimtab.trainer.models.invariant.kernels import matmul_kernel, row_kernels, use_triton
 from trimtab.trainer.models.matmul import MULTIPLE, linear_by, packed_alike, pad_rows, tiled_linear, tiled_product
 
 
@@ -34,8 +34,6 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """Returns `a @ b.T`; the bits of each row do not depend on the other rows. It has no gradient."""
     if use_triton(a):
-        from trimtab.trainer.models.invariant.kernels import matmul_kernel
-
         return matmul_kernel.batch_invariant_matmul(a, b)
     return tiled_product(pad_rows(a, MULTIPLE), b)[: len(a)]
 
@@ -43,7 +41,7 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
 _packed: ContextVar[Mapping[nn.Module, Tensor]] = ContextVar("packed", default=MappingProxyType({}))
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
     """Returns a copy of a weight in the layout that `batch_invariant_matmul` multiplies fastest, or the weight."""
     return weight if use_triton(weight) else packed_alike(weight)
 
@@ -51,7 +49,7 @@ def pack(weight: Tensor) -> Tensor:
 def pack_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Returns copies of the weights of all `InvariantLinear` inside, in the layout that is multiplied fastest."""
     layers = [module for module in model.modules() if isinstance(module, InvariantLinear)]
-    return {layer: pack(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
+    return {layer: pack_weight(layer.weight.detach().to(compute_dtype(layer.weight))) for layer in layers}
 
 
 @contextmanager
@@ -78,8 +76,6 @@ class InvariantLinear(nn.Linear):
         copy = None if torch.is_grad_enabled() else _packed.get().get(self)
         states, weight = input.to(dtype), self.weight.to(dtype) if copy is None else copy
         if use_triton(states):
-            from trimtab.trainer.models.invariant.kernels import matmul_kernel
-
             result = linear_by(matmul_kernel.batch_invariant_matmul, states, weight, None)
         else:
             result = tiled_linear(states, weight)
@@ -97,8 +93,6 @@ class InvariantEmbedding(nn.Embedding):
 def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
     """Returns `logaddexp(total, logsumexp(logits))`, from functions that compute all elements by the same code."""
     if use_triton(logits):
-        from trimtab.trainer.models.invariant.kernels import row_kernels
-
         return row_kernels.add_exponentials(total, logits)
     peak = torch.maximum(total, logits.amax(-1))
     mass = (total - peak).exp() + (logits - peak[:, None]).exp_().sum(-1)
@@ -117,8 +111,6 @@ class InvariantRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight.to(compute_dtype(self.weight))
         if use_triton(hidden_states):
-            from trimtab.trainer.models.invariant.kernels import row_kernels
-
             return row_kernels.rms_norm(hidden_states, weight, self.variance_epsilon)
         states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         spread = (states.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt().reciprocal()
@@ -137,8 +129,6 @@ class InvariantSiLU(nn.Module):
 
 def _silu(states: Tensor) -> Tensor:
     if use_triton(states):
-        from trimtab.trainer.models.invariant.kernels import row_kernels
-
         return row_kernels.silu(states)
     result = torch.empty_like(states, memory_format=torch.contiguous_format)
     for part, out in zip(states.reshape(-1).split(CHUNK), result.view(-1).split(CHUNK), strict=True):

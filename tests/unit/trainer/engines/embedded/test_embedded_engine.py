@@ -168,11 +168,6 @@ def test_bad_arguments_are_named(asked, samples, sampling, words) -> None:
     assert all(word in str(caught.value) for word in words)
 
 
-def test_unknown_dtype_is_named() -> None:
-    with pytest.raises(TrimtabError, match="'float16'"):
-        EmbeddedEngine(tiny(), tokenizer(), "float16")
-
-
 def sampled(engine: EmbeddedEngine) -> list[list[list[int]]]:
     return tokens(engine.generate(prompts([4, 9]), 4, TWELVE, seed=0))
 

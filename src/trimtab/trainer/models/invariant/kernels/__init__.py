@@ -63,10 +63,7 @@ def is_interpreted() -> bool:
 
 
 def check_operands(*tensors: Tensor) -> torch.dtype:
-    """Returns the common dtype of the operands.
-
-    Raises `TrimtabError` if dtypes or devices differ, or are not supported by the kernels.
-    """
+    """Returns the common dtype of the operands."""
     first = tensors[0]
     if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
         kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
