@@ -6,6 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.support.adapter_calls import CALLS
 
 import trimtab
+from trimtab.adapters import dump
 from trimtab.adapters.dump import Dump, rows
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives import PolicyLogps, correct
@@ -70,6 +72,19 @@ def test_ranks_write_into_the_same_folder_whoever_is_first(tmp_path: Path) -> No
     with pytest.warns(TrimtabWarning, match="logps_2"):
         assert write(0, 1, Dump(tmp_path / "logps")) == "logps_2"
     assert write(2, 3, Dump(tmp_path / "logps")) == "logps"
+
+
+@pytest.mark.parametrize(("ahead", "earlier", "folder"), [(3600, 0, "logps"), (-3600, 1800, "logps_2")])
+def test_files_are_dated_by_the_clock_of_their_disk(
+    ahead: float, earlier: float, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's clock is an hour ahead: rank 0 wrote just now, in this run. It is an hour behind: that is of an
+    earlier run, half an hour ago."""
+    path, start = Dump(tmp_path / "logps").write(1, [], rank=0), time.time()
+    os.utime(path, (start + 1 - earlier, start + 1 - earlier))
+    monkeypatch.setattr(dump, "_STARTED", start + ahead)
+    monkeypatch.setattr(dump, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+    assert Dump(tmp_path / "logps").write(1, [], rank=1).parent.name == folder
 
 
 def test_calls_of_a_second_loss_are_another_run(tmp_path: Path) -> None:
