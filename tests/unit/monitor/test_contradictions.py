@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trimtab.monitor.contradictions import INEQUALITIES, Inequality, contradictions
 from trimtab.monitor.curves import curves_of, known_scalars
-from trimtab.monitor.scalars import judge, lines
+from trimtab.monitor.scalar_output import lines
+from trimtab.monitor.scalars import judge
 
 FIGURES: Mapping[str, Callable[[np.ndarray], float]] = {
     "k3": lambda d: float((np.expm1(d) - d).mean()),
