@@ -6,19 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from trimtab.corrections import Band, Weight
 from trimtab.errors import TrimtabError
-from trimtab.objectives import (
-    Band,
-    Clipped,
-    LogProb,
-    Objective,
-    PolicyLogps,
-    Ratio,
-    Reinforce,
-    Unclipped,
-    Weight,
-    objective,
-)
+from trimtab.objectives import Clipped, LogProb, Objective, PolicyLogps, Ratio, Reinforce, Unclipped, objective
 from trimtab.objectives.centering import Centering
 
 P, Q = torch.tensor([[0.40, 0.40, 0.15, 0.05], [0.50, 0.30, 0.15, 0.05]], dtype=torch.float64)
