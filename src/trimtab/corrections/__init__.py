@@ -16,9 +16,9 @@ from trimtab.corrections.correction import compute_correction as compute_correct
 from trimtab.corrections.masks import OPSM as OPSM
 from trimtab.corrections.masks import Band as Band
 from trimtab.corrections.masks import Divergence as Divergence
-from trimtab.corrections.masks import Evidence as Evidence
 from trimtab.corrections.masks import Mask as Mask
 from trimtab.corrections.masks import PrefixBudget as PrefixBudget
+from trimtab.corrections.masks import RuleInputs as RuleInputs
 from trimtab.corrections.masks import Veto as Veto
 from trimtab.corrections.ratios import LEVELS as LEVELS
 from trimtab.corrections.ratios import LOG_RATIO_BOUND as LOG_RATIO_BOUND

@@ -20,9 +20,9 @@ from types import ModuleType
 from trimtab.corrections import OPSM as OPSM
 from trimtab.corrections import Band as Band
 from trimtab.corrections import Divergence as Divergence
-from trimtab.corrections import Evidence as Evidence
 from trimtab.corrections import Mask as Mask
 from trimtab.corrections import PrefixBudget as PrefixBudget
+from trimtab.corrections import RuleInputs as RuleInputs
 from trimtab.corrections import Veto as Veto
 from trimtab.corrections import Weight as Weight
 from trimtab.corrections.code_lines import Lines as Lines
