@@ -96,7 +96,7 @@ def temporary_path(path: Path) -> Path:
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file by `data` atomically: a reader, or a start after a kill, finds the old content or the new one.
 
-    Raises `OSError`, and leaves the old file then.
+    Raises `OSError`, and leaves the old file then. The folder is not flushed (`sync`).
     """
     temporary = temporary_path(path)
     try:
@@ -107,7 +107,6 @@ def replace_file(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 class Unpacked(io.RawIOBase):

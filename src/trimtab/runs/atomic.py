@@ -26,6 +26,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Replaces the file `path` by `data` atomically. On failure raises `TrimtabError` and keeps the old file."""
     with readable_errors(path):
         replace_file(path, data)
+        sync(path.parent)
 
 
 def write_output(path: Path, data: bytes) -> Path:
