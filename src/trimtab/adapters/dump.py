@@ -30,7 +30,7 @@ Columns = Mapping[str, Tensor | Sequence[Any] | None]
 """Values by name of the column; None is left out."""
 
 
-def rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
+def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
     """Yields a row for each response of a padded batch.
 
     length: (batch,) tokens of each response, trained or not; the rest is padding. tokens: columns of (batch, time).
@@ -83,7 +83,7 @@ class Dump:
             self._begin(0, rank)
         self._last = (self._last or 0) + 1
         positions = torch.arange(1, logps.mask.shape[1] + 1, device=logps.mask.device)
-        batch = rows(
+        batch = response_rows(
             (logps.mask * positions).amax(1),
             {"logp_behavior": logps.behavior, "logp_proximal": logps.proximal, "loss_mask": logps.mask.long()},
             {"advantage": torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1)},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.dump import Dump, rows
+from trimtab.adapters.dump import Dump, response_rows
 from trimtab.adapters.hooks import build, refuse_standard_deviation
 from trimtab.adapters.loss_settings import TRL, chosen, refuse
 from trimtab.adapters.micro_batch import prefixed_metrics
@@ -144,7 +144,7 @@ class TrainsObjective:
                 "policy_version": [version] * len(mask) if isinstance(version, int) else version,
                 "proximal_version": None if version is None else [update.step] * len(mask),
             }
-            update.rows += rows(length, tokens, responses)
+            update.rows += response_rows(length, tokens, responses)
         if self._monitor is not None:
             assert logps.behavior is not None
             update.observed = self._monitor.observe(

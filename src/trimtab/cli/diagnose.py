@@ -140,7 +140,7 @@ def diagnose(
 
 def _scalars(path: Path, *, as_json: bool) -> None:
     from trimtab.monitor.scalar_files import find_scalars, read_scalars
-    from trimtab.monitor.scalar_output import as_dict, lines
+    from trimtab.monitor.scalar_output import as_dict, terminal_lines
     from trimtab.monitor.scalars import judge
 
     read = find_scalars(path)
@@ -148,7 +148,7 @@ def _scalars(path: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(as_dict(report, read))
     else:
-        echo("\n".join(lines(report, read)))
+        echo("\n".join(terminal_lines(report, read)))
 
 
 def _answer(

@@ -25,7 +25,7 @@ HOW = {
 """How a framework is made to log the mismatch, where it does not always."""
 
 
-def lines(report: ScalarReport, read: Path) -> Iterator[str]:
+def terminal_lines(report: ScalarReport, read: Path) -> Iterator[str]:
     """Yields the lines of the terminal. read: where the scalars come from."""
     yield f"read      {read}"
     yield f"scalars   {report.framework}, {report.steps} steps; medians of the first and of the last {WINDOW} steps"

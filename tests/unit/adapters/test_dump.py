@@ -15,7 +15,7 @@ from tests.support.adapter_calls import CALLS
 
 import trimtab
 from trimtab.adapters import dump
-from trimtab.adapters.dump import Dump, rows
+from trimtab.adapters.dump import Dump, response_rows
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives import PolicyLogps, correct
 
@@ -112,7 +112,7 @@ def test_a_dump_that_is_no_folder_is_named(folder: Any) -> None:
 def test_columns_of_tokens_are_cut_and_what_is_not_finite_becomes_null() -> None:
     values, advantage = torch.tensor([[math.nan, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([0.5, -0.5])
     responses = {"reward": [0.5, math.inf], "advantage": advantage, "absent": None}
-    assert list(rows(torch.tensor([2, 1]), {"entropy": values}, responses)) == [
+    assert list(response_rows(torch.tensor([2, 1]), {"entropy": values}, responses)) == [
         {"entropy": [None, 2.0], "reward": 0.5, "advantage": 0.5},
         {"entropy": [3.0], "reward": None, "advantage": -0.5},
     ]
