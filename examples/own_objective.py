@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import trimtab
-from trimtab.objectives import Evidence, Mask, Objective, Ratio, Unclipped
+from trimtab.objectives import Mask, Objective, Ratio, RuleInputs, Unclipped
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Gap(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior"})  # not `proximal`: no forward pass is spent on it
 
-    def keep(self, evidence: Evidence) -> Tensor:
-        behavior = evidence.behavior
-        return ((behavior + evidence.policy.log).exp() - behavior.exp()).abs() <= self.max
+    def keep(self, inputs: RuleInputs) -> Tensor:
+        behavior = inputs.behavior
+        return ((behavior + inputs.policy.log).exp() - behavior.exp()).abs() <= self.max
 
     def equation(self) -> str:
         return f"|π(y_t) − μ(y_t)| ≤ {self.max:g}"

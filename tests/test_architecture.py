@@ -70,7 +70,7 @@ LIMITS = {"src": 58_290, "tests": 57_800, "benchmarks": 10_400}
 """Lines of all Python files of a folder. A change that adds lines removes as many elsewhere."""
 WORDS = 58_000
 """Words of README, CONTRIBUTING and the pages of docs."""
-CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "plugins", "text", "types")] + [
+CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "files", "plugins", "text", "types")] + [
     path
     for package in ("adapters", "corrections", "monitor", "objectives")
     for path in sorted((ROOT / package).rglob("*.py"))
@@ -218,6 +218,16 @@ def test_text_is_printed_in_one_place() -> None:
         if str(path.relative_to(ROOT)) not in exempt:
             calls = {ast.unparse(node.func) for node in parsed(path) if isinstance(node, ast.Call)}
             assert not calls & printing, f"{path.relative_to(ROOT)}: print with trimtab.cli.output.echo"
+
+
+def test_text_files_name_their_encoding() -> None:
+    """Otherwise it is that of the machine's locale, which may not have what another machine wrote."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for call in (node for node in parsed(path) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if name in ("read_text", "write_text") and ast.unparse(call.func) != "atomic.write_text":
+                named = [keyword.arg for keyword in call.keywords]
+                assert "encoding" in named or (name == "read_text" and call.args), f"{path}, line {call.lineno}"
 
 
 def names_in(node: ast.AST) -> set[str]:

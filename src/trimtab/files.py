@@ -1,4 +1,4 @@
-"""For readers of files that users name: regular files only, with bounds on nesting, rows and what unpacks.
+"""For readers and writers of files: regular files, bounds on nesting, rows and what unpacks; whole files or none.
 
 The bounds keep memory at a few gigabytes whatever a file says. `TRIMTAB_FILE_LIMITS=4` in the environment multiplies
 all of them by 4, for files that really are so large.
@@ -13,8 +13,8 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
-import tomllib
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +41,8 @@ MAX_UNPACKED_BYTES, MAX_UNPACKED_TIMES = 64 << 20, 100
 20 times smaller."""
 LIMITS = "TRIMTAB_FILE_LIMITS"
 RAISE_LIMITS = f"{LIMITS}=4 in the environment allows four times as much"
+TEMPORARY = ".trimtab-tmp-"
+"""Begins the names of files and folders that are being written."""
 
 
 def limit(bound: int) -> int:
@@ -84,6 +86,27 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def temporary_path(path: Path) -> Path:
+    """Returns a new hidden name beside `path`, for what is renamed to it once it is complete."""
+    return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file by `data` atomically: a reader, or a start after a kill, finds the old content or the new one.
+
+    Raises `OSError`, and leaves the old file then. The folder is not flushed (`sync`).
+    """
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class Unpacked(io.RawIOBase):
@@ -130,6 +153,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parses TOML. Raises `ValueError`: a `tomllib.TOMLDecodeError` unless a number has too many digits."""
+    import tomllib  # of Python 3.11
+
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 Z = NormalDist().inv_cdf(0.975)
 STUDENT_FROM = 5  # seeds
-# Seeds. Two ranges of two values each are disjoint by chance in one of three cases, of three values in one of ten.
-SEPARABLE_FROM = 3
+PAIRED_FROM = 3  # seeds in common; of two, equal accuracies often give equal leads, whose spread is then 0
 UNBOUNDED = (-math.inf, math.inf)
 RESAMPLES = 1000
 FEWEST_CLUSTERS = 8
@@ -92,21 +91,6 @@ def seed_interval(values: Sequence[float], limits: tuple[float, float] = UNBOUND
     return SeedMean(mean, low, high, len(values))
 
 
-def best(intervals: Sequence[SeedMean | None], *, highest: bool) -> int | None:
-    """Returns the index of the interval that is disjoint from all others and better, or None.
-
-    Returns None as well when any interval comes from fewer than three seeds.
-    """
-    known = [(index, item) for index, item in enumerate(intervals) if item is not None]
-    if len(known) < 2 or any(item.count < SEPARABLE_FROM for _, item in known):
-        return None
-    sign = 1 if highest else -1
-    ranked = sorted(known, key=lambda pair: -sign * pair[1].mean)
-    (index, first), rest = ranked[0], ranked[1:]
-    disjoint = all(first.low > item.high if highest else first.high < item.low for _, item in rest)
-    return index if disjoint else None
-
-
 def contenders(values: ArrayLike) -> list[bool]:
     """Returns which methods may be the best: a set that holds the best one in at least 95% of experiments.
 
@@ -117,8 +101,8 @@ def contenders(values: ArrayLike) -> list[bool]:
     worse.
 
     Args:
-        values: (methods, seeds), NaN where a method has no run with a seed. A pair with fewer than two seeds in common
-            is not compared.
+        values: (methods, seeds), NaN where a method has no run with a seed. A pair with fewer than three seeds in
+            common is not compared.
     """
     data = np.asarray(values, dtype=np.float64)
     leads = data[None, :, :] - data[:, None, :]  # of the second index over the first
@@ -128,9 +112,16 @@ def contenders(values: ArrayLike) -> list[bool]:
     squares = np.where(known, leads - means[..., None], 0.0) ** 2
     errors = np.sqrt(squares.sum(-1) / np.maximum(counts * (counts - 1), 1))
     leading = np.zeros_like(known[..., 0])
-    for count in np.unique(counts[counts >= 2]):
+    for count in np.unique(counts[counts >= PAIRED_FROM]):
         leading |= (counts == count) & (means > _lead_quantile(int(count), len(data)) * errors)
     return [not any(row) for row in leading]
+
+
+def may_be_best(by_seed: Sequence[Mapping[Any, float]]) -> list[bool]:
+    """Returns `contenders` of values by seed, a mapping for each method."""
+    seeds = dict.fromkeys(seed for values in by_seed for seed in values)
+    table = [[values.get(seed, math.nan) for seed in seeds] for values in by_seed]
+    return contenders(table) if table else []
 
 
 def detectable_lead(differences: Sequence[float], methods: int) -> float:

@@ -127,6 +127,14 @@ def format_count(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
+def duration(seconds: float) -> str:
+    """Returns a duration as `42 s`, `3 min 07 s` or `2 h 05 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
 def beside(value: float, bounds: Iterable[float], form: Callable[[float], str] = short) -> str:
     """Returns `form(value)`, with more digits where these would not show on which side of a bound the value lies."""
     text = form(value)

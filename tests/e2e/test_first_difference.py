@@ -28,11 +28,7 @@ SPECIFICATION.loader.exec_module(tool)
 
 
 def found(
-    change: Callable[[Any, Any], object] | None = None,
-    *,
-    name: str = "llama",
-    mixed: bool = True,
-    native: bool = False,
+    change: Callable[[Any, Any], object] | None = None, *, name: str = "llama", mixed: bool = True, native: bool = False
 ) -> str | None:
     """What the script finds after a change of the two models: bfloat16 against autocast, or float32 on both sides."""
     model = tiny(name)

@@ -12,7 +12,7 @@ from tests.support.vllm_support import needs_vllm, policy
 from trimtab.preflight import checklist
 from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
 from trimtab.preflight.engine_pair import EnginePair
-from trimtab.preflight.weight_checks import weights
+from trimtab.preflight.weight_checks import check_weights
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePair]:
 
 
 def test_a_healthy_engine_passes(pair: EnginePair) -> None:
-    result = checklist.run(pair, [16, 64], {"model": "policy"}, print)
+    result = checklist.run_checks(pair, [16, 64], {"model": "policy"}, print)
     assert {check.name: check.status for check in result.checks} == dict.fromkeys(checklist.CHECKS, "ok")
     assert 1e-6 < result.samples[64].k3 < 5e-3
 
@@ -41,7 +41,7 @@ def test_a_tensor_that_vllm_misses_is_named(pair: EnginePair) -> None:
     healthy, engine = pair.engine, faults.StaleTensors(pair.engine, "layers.1.mlp.down_proj")
     pair.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
     pair.publish()
-    found = weights(pair, {})
+    found = check_weights(pair, {})
     pair.engine = healthy
     assert found.status == "fail"
     assert "not published: model.layers.1.mlp.down_proj.weight;" in found.detail

@@ -230,11 +230,7 @@ def test_threads_left_behind_stand_still_between_two_runs(bubblewrap: None, befo
                 time.sleep(0.01)
         threading.Thread(target=tick, daemon=True).start()
     """
-    with (
-        PythonPool("bubblewrap", workers=1, timeout=20.0) as pool,
-        pool.session() as session,
-        pool.session() as other,
-    ):
+    with PythonPool("bubblewrap", workers=1, timeout=20.0) as pool, pool.session() as session, pool.session() as other:
         assert session.run(before + textwrap.dedent(ticking)) == CodeResult("")
         assert other.run("import time\ntime.sleep(1)") == CodeResult("")
         result = session.run("max(b - a for a, b in zip(ticks, [*ticks[1:], time.monotonic()]))")

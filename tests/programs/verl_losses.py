@@ -139,11 +139,7 @@ def run_config(
         }
         if carried is not None:
             fields["rollout_is_weights"] = nested(carried)
-        counts = {
-            "dp_size": ranks,
-            "batch_num_tokens": int(data["response_mask"].sum()),
-            "global_batch_size": rows,
-        }
+        counts = {"dp_size": ranks, "batch_num_tokens": int(data["response_mask"].sum()), "global_batch_size": rows}
         table = tensordict_utils.get_tensordict(fields, counts)
         value, metrics = ppo_loss(config, {"log_probs": torch.cat(scored)}, table)
         loss = loss + value

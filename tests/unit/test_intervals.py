@@ -12,11 +12,11 @@ from torch import Tensor
 
 from trimtab.intervals import (
     SeedMean,
-    best,
     cluster_intervals,
     contenders,
     detectable_lead,
     interval_method,
+    may_be_best,
     resampled,
     seed_interval,
     student_quantile,
@@ -70,24 +70,6 @@ def test_equal_seeds_have_no_interval() -> None:
     interval = seed_interval([0.21] * 6)
     assert interval is not None
     assert (interval.low, interval.high) == (0.21, 0.21)
-
-
-def interval_of(low: float, high: float, count: int = 3) -> SeedMean:
-    return SeedMean((low + high) / 2, low, high, count)
-
-
-def test_the_best_interval_overlaps_no_other() -> None:
-    low, middle, high = interval_of(0, 1), interval_of(1.1, 2), interval_of(2.1, 3)
-    assert best([middle, high, low], highest=True) == 1
-    assert best([middle, high, low], highest=False) == 2
-    touching = interval_of(1.5, 2.1)
-    assert best([touching, high, low], highest=True) is None
-    assert best([touching, high, low], highest=False) == 2
-
-
-def test_two_seeds_or_one_group_have_no_best() -> None:
-    assert best([interval_of(0, 1, 2), interval_of(5, 6)], highest=True) is None
-    assert best([interval_of(0, 1), None], highest=True) is None
 
 
 def mean(sums: Tensor) -> dict[str, Tensor]:
@@ -196,3 +178,13 @@ def test_contenders_by_hand() -> None:
     assert contenders([[0.9], [0.1]]) == [True, True]
     assert detectable_lead([0.1, 0.2, 0.3], 2) == pytest.approx((2.919986 + 1.060660) * 0.1 / math.sqrt(3), abs=1e-5)
     assert math.isnan(detectable_lead([0.1], 2))
+
+
+def test_values_are_paired_by_seed_whatever_their_order() -> None:
+    """The second trails by .1, .2 and .3 with the seeds 7, 3 and 5; in the order given its leads would be mixed."""
+    first, second = {7: 0.5, 3: 0.7, 5: 0.9}, {5: 0.6, 7: 0.4, 3: 0.5}
+    assert may_be_best([first, second]) == [True, False]
+    assert may_be_best([second, first]) == [False, True]
+    assert may_be_best([first, {seed: value for seed, value in second.items() if seed != 3}]) == [True, True], "two"
+    assert may_be_best([first, {seed + 1: value for seed, value in second.items()}]) == [True, True], "none in common"
+    assert may_be_best([]) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from trimtab.text import code_span, join_names, markdown_text
+from trimtab.text import code_span, duration, join_names, markdown_text
 
 HOSTILE = (
     *("`", "``", "a```b``c", " `a` ", "a\nb", "a\r\n\r\n# b", "| a \\| b |", "<script>&amp;", "[a](b) ![c](d)"),
@@ -39,3 +39,8 @@ def test_a_cell_stays_a_cell(text: str) -> None:
 def test_many_names_are_counted() -> None:
     assert join_names(["a", "b", "c", "d"]) == "a, b, c, d"
     assert join_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(41.7, "42 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -6,12 +6,13 @@ One file an update, in the column names of Trimtab's own trajectory files. A fil
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,32 +22,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.files import replace_file
 from trimtab.objectives import PolicyLogps
+from trimtab.text import json_value
 
 Columns = Mapping[str, Tensor | Sequence[Any] | None]
 """Values by name of the column; None is left out."""
 
 
-def rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
+def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
     """Yields a row for each response of a padded batch.
 
     length: (batch,) tokens of each response, trained or not; the rest is padding. tokens: columns of (batch, time).
     responses: columns of one value a response. A number that is not finite becomes null.
     """
-    of_tokens, of_responses = _lists(tokens), _lists(responses)
+    of_tokens, of_responses = (
+        json_value({name: values for name, values in columns.items() if values is not None})
+        for columns in (tokens, responses)
+    )
     for index, size in enumerate(length.tolist()):
-        cut = {name: [_number(value) for value in values[index][:size]] for name, values in of_tokens.items()}
-        yield cut | {name: _number(values[index]) for name, values in of_responses.items()}
-
-
-def _lists(columns: Columns) -> dict[str, Sequence[Any]]:
-    present = {name: values for name, values in columns.items() if values is not None}
-    return {name: values.tolist() if isinstance(values, Tensor) else values for name, values in present.items()}
-
-
-def _number(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        cut = {name: values[index][:size] for name, values in of_tokens.items()}
+        yield cut | {name: values[index] for name, values in of_responses.items()}
 
 
 _FILE = re.compile(r"(?:step|call)_(\d+)_rank_(\d+)\.jsonl")
@@ -87,7 +83,7 @@ class Dump:
             self._begin(0, rank)
         self._last = (self._last or 0) + 1
         positions = torch.arange(1, logps.mask.shape[1] + 1, device=logps.mask.device)
-        batch = rows(
+        batch = response_rows(
             (logps.mask * positions).amax(1),
             {"logp_behavior": logps.behavior, "logp_proximal": logps.proximal, "loss_mask": logps.mask.long()},
             {"advantage": torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1)},
@@ -104,21 +100,21 @@ class Dump:
             warnings.warn(text, TrimtabWarning, stacklevel=3)
 
     def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
-        path = self.folder / name
-        temporary = path.with_suffix(".tmp")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w") as file:
-                for row in batch:
-                    file.write(json.dumps(row) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            raise TrimtabError(
-                f"log-probs cannot be written to {path} ({error}): free space there, or give dump another folder"
-            ) from error
+        with _writing(self.folder / name) as path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, "".join(json.dumps(row) + "\n" for row in batch).encode())
         return path
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """Raises `TrimtabError` where the block cannot write."""
+    try:
+        yield path
+    except OSError as error:
+        raise TrimtabError(
+            f"log-probs cannot be written to {path} ({error}): free space there, or give dump another folder"
+        ) from error
 
 
 def _holds(folder: Path, step: int, rank: int) -> bool:
@@ -126,8 +122,15 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
 
     The files of another rank may be of this run, whose ranks would not agree if one counted them.
     """
-    for path in folder.glob("*_rank_*.jsonl"):
-        name = _FILE.fullmatch(path.name)
-        if name and int(name[1]) >= step and (int(name[2]) == rank or path.stat().st_mtime < _STARTED):
-            return True
-    return False
+    names = ((path, _FILE.fullmatch(path.name)) for path in folder.glob("*_rank_*.jsonl"))
+    later = [(path, int(name[2])) for path, name in names if name and int(name[1]) >= step]
+    if not later or any(other == rank for _, other in later):
+        return bool(later)
+    started = _STARTED + _clock_difference(folder)
+    return any(path.stat().st_mtime < started for path, _ in later)
+
+
+def _clock_difference(folder: Path) -> float:
+    """Returns by how many seconds the clock that dates files there, which may be a server's, is ahead of this one."""
+    with _writing(folder), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime - time.time()

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import hook
 from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.trl_guard import Guard as Guard
@@ -201,15 +200,20 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         """Adds a micro-batch to its update. What is trained at the weights that sampled is written and shown, once."""
         size = self.args.steps_per_generation
         first = update.step == self._sampled and self._step % (size * self.num_iterations) < size
-        # Without vLLM, a rollout function has its own sampler, whose weights are not known here.
-        version = self._sampled if self.use_vllm else None
-        self._collect(
-            update,
-            metrics,
-            rows=_dump_rows(inputs, logps, version) if first and self._dump is not None else [],
-            observed=_monitor_batch(inputs, logps, version) if first and self._monitor is not None else None,
-            last=self.accelerator.sync_gradients,
-        )
+        if first and self._records:
+            self._record(
+                update,
+                logps,
+                mask=_mask(inputs),
+                advantage=_advantage(inputs),
+                response_ids=inputs["completion_ids"],
+                length=inputs["completion_mask"].sum(1),
+                prompts=lambda: _prompt_ids(inputs),
+                # Without vLLM, a rollout function has its own sampler, whose weights are not known here.
+                version=self._sampled if self.use_vllm else None,
+                scored=inputs.get("old_per_token_logps"),
+            )
+        self._collect(update, metrics, last=self.accelerator.sync_gradients)
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:
@@ -222,35 +226,6 @@ def _advantage(inputs: dict[str, Any]) -> Tensor:
     return advantage[:, None] if advantage.ndim == 1 else advantage
 
 
-def _dump_rows(inputs: dict[str, Any], logps: PolicyLogps, version: int | None) -> list[dict[str, Any]]:
-    assert logps.current is not None
-    advantage = _advantage(inputs)
-    tokens = {
-        "response_ids": inputs["completion_ids"],
-        "logp_behavior": logps.behavior,
-        "logp_proximal": inputs.get("old_per_token_logps"),
-        "logp_current": logps.current.detach().float(),
-        "loss_mask": _mask(inputs),
-    }
+def _prompt_ids(inputs: dict[str, Any]) -> list[list[int]]:
     prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
-    versions = None if version is None else [version] * len(advantage)
-    responses = {
-        "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
-        "prompt_id": [" ".join(map(str, ids[mask.bool()].tolist())) for ids, mask in prompts],
-        "policy_version": versions,
-        "proximal_version": versions,
-    }
-    return list(rows(inputs["completion_mask"].sum(1), tokens, responses))
-
-
-def _monitor_batch(inputs: dict[str, Any], logps: PolicyLogps, version: int | None) -> dict[str, Any]:
-    assert logps.proximal is not None
-    advantage = _advantage(inputs)
-    return {
-        "logp_train": logps.proximal.detach(),
-        "logp_rollout": logps.behavior,
-        "mask": _mask(inputs),
-        "advantage": advantage[:, 0] if advantage.shape[1] == 1 else None,
-        "response_ids": inputs["completion_ids"],
-        "version": version,
-    }
+    return [ids[mask.bool()].tolist() for ids, mask in prompts]

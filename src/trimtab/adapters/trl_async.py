@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.dump import rows
 from trimtab.adapters.hooks import peer_module, refuse_standard_deviation
 from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
 from trimtab.adapters.trl_guard import Guard
@@ -180,26 +179,19 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
 
     def _add(self, update: Update, part: PackedResponses, logps: PolicyLogps, metrics: Metrics | None) -> None:
         """Adds a micro-batch to its update."""
-        assert logps.current is not None
         self._seen += 1
-        sampled = update.step - self._age(part)  # In updates, as in Trimtab's own trajectory files.
-        scored = {"logp_behavior": part.behavior, "logp_current": logps.current.detach()}
-        self._collect(
-            update,
-            metrics,
-            rows=[] if self._dump is None else _dump_rows(part, scored, sampled, update.step),
-            observed=None
-            if self._monitor is None
-            else {
-                "logp_train": scored["logp_current"],
-                "logp_rollout": part.behavior,
-                "mask": part.mask,
-                "advantage": part.advantage[:, 0],
-                "response_ids": part.response_ids,
-                "version": sampled,
-            },
-            last=self._seen == len(self._window),
-        )
+        if self._records:
+            self._record(
+                update,
+                logps,
+                mask=part.mask,
+                advantage=part.advantage,
+                response_ids=part.response_ids,
+                length=part.length,
+                prompts=lambda: part.prompt_ids,
+                version=update.step - self._age(part),  # In updates, as in Trimtab's own trajectory files.
+            )
+        self._collect(update, metrics, last=self._seen == len(self._window))
 
 
 def _check_arguments(objective: Objective, given: Mapping[str, Any]) -> None:
@@ -208,17 +200,6 @@ def _check_arguments(objective: Objective, given: Mapping[str, Any]) -> None:
         check_ignored(given["args"], _TRL.AsyncGRPOConfig)
     remedy = "TRL's rollout worker divides by it, pass a rollout_worker that does not"
     refuse_standard_deviation(objective, given.get("rollout_worker") is None, remedy)
-
-
-def _dump_rows(part: PackedResponses, scored: dict[str, Tensor], sampled: Tensor, step: int) -> list[dict[str, Any]]:
-    responses = {
-        "advantage": part.advantage[:, 0],
-        "prompt_id": [" ".join(map(str, ids)) for ids in part.prompt_ids],
-        "policy_version": sampled,
-        "proximal_version": [step] * len(sampled),
-    }
-    tokens = {"response_ids": part.response_ids, **scored, "loss_mask": part.mask}
-    return list(rows(part.length, tokens, responses))
 
 
 class _VersionedQueue:

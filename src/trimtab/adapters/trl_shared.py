@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.dump import Dump
+from trimtab.adapters.dump import Dump, response_rows
 from trimtab.adapters.hooks import build, refuse_standard_deviation
 from trimtab.adapters.loss_settings import TRL, chosen, refuse
 from trimtab.adapters.micro_batch import prefixed_metrics
@@ -21,7 +21,7 @@ from trimtab.adapters.monitoring import opened
 from trimtab.adapters.trl_guard import Guard, ReturnAtSign
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
-from trimtab.objectives import Metrics, Objective, State
+from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 # Not an import statement: the package is not required.
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
@@ -108,24 +108,59 @@ class TrainsObjective:
         state = sum(parts[1:], parts[0])
         return state.all_reduce() if self.accelerator.num_processes > 1 else state
 
-    def _collect(
+    def _record(
         self,
         update: Update,
-        metrics: Metrics | None,
+        logps: PolicyLogps,
         *,
-        rows: Sequence[dict[str, Any]],
-        observed: Mapping[str, Any] | None,
-        last: bool,
+        mask: Tensor,
+        advantage: Tensor,
+        response_ids: Tensor,
+        length: Tensor,
+        prompts: Callable[[], Sequence[Sequence[int]]],
+        version: int | Tensor | None,
+        scored: Tensor | None = None,
     ) -> None:
-        """Adds a micro-batch to its update; logs and writes the update at its last one.
+        """Adds the responses of a micro-batch to the rows of the dump, and shows them to the monitor.
 
-        metrics: of the objective, or None. rows: for the dump. observed: what the monitor is shown, or None.
+        mask: all trained tokens, those without a log-prob of the sampler included. length: (batch,) tokens of each
+        response. prompts: returns their ids. version: of the weights that sampled, one number or (batch,); None where
+        it is not known. scored: the log-probs at the start of the update, where TRL computed them.
         """
+        assert logps.current is not None
+        assert logps.proximal is not None
+        each = advantage[:, 0] if advantage.shape[1] == 1 else None
+        if self._dump is not None:
+            tokens = {
+                "response_ids": response_ids,
+                "logp_behavior": logps.behavior,
+                "logp_proximal": scored,
+                "logp_current": logps.current.detach().float(),
+                "loss_mask": mask,
+            }
+            responses = {
+                "advantage": each,
+                "prompt_id": [" ".join(map(str, ids)) for ids in prompts()],
+                "policy_version": [version] * len(mask) if isinstance(version, int) else version,
+                "proximal_version": None if version is None else [update.step] * len(mask),
+            }
+            update.rows += response_rows(length, tokens, responses)
+        if self._monitor is not None:
+            assert logps.behavior is not None
+            update.observed = self._monitor.observe(
+                logp_train=logps.proximal.detach(),
+                logp_rollout=logps.behavior,
+                mask=mask,
+                step=update.step,
+                version=version,
+                advantage=each,
+                response_ids=response_ids,
+            )
+
+    def _collect(self, update: Update, metrics: Metrics | None, *, last: bool) -> None:
+        """Adds the metrics of a micro-batch, if it has an objective; logs and writes the update at its last one."""
         if metrics is not None:
             update.metrics = metrics if update.metrics is None else update.metrics + metrics
-        update.rows += rows
-        if self._monitor is not None and observed is not None:
-            update.observed = self._monitor.observe(step=update.step, **observed)
         if not last:
             return
         self._log("train", ({} if update.metrics is None else update.metrics.finalize()) | update.observed)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapters.dump import Dump, rows
+from trimtab.adapters.dump import Dump, response_rows
 from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.monitoring import opened
 from trimtab.corrections.reduce import nan_below_minimum
@@ -79,7 +79,7 @@ def v1_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
     responses = {"uid": data["uid"].tolist(), "score": [row.sum().item() for row in data["rm_scores"].unbind()]}
     responses |= _versions(trainer, [tag.get("min_global_steps") for tag in batch.tags])
     length = torch.tensor([len(row) for row in tokens["responses"]])
-    for row, tag in zip(rows(length, tokens, responses), batch.tags, strict=True):
+    for row, tag in zip(response_rows(length, tokens, responses), batch.tags, strict=True):
         if not tag.get("is_padding", False):
             yield row
 
@@ -92,7 +92,7 @@ def v0_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
     score = tensors["token_level_scores"].sum(-1)
     oldest = batch.non_tensor_batch.get("min_global_steps", [None] * len(length))
     responses = {"uid": batch.non_tensor_batch["uid"].tolist(), "score": score}
-    yield from rows(length, tokens, responses | _versions(trainer, list(oldest)))
+    yield from response_rows(length, tokens, responses | _versions(trainer, list(oldest)))
 
 
 def versions(trainer: Any, oldest: Sequence[int | None]) -> list[int] | None:

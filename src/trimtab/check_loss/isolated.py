@@ -35,7 +35,7 @@ def check_target(target: str, timeout: float, **request: Any) -> dict[str, Any]:
             pool.close()
         if outcome.error is not None:
             raise TrimtabError(f"the check of {target} {outcome.error}")
-        found = json.loads(result.read_text())
+        found = json.loads(result.read_text(encoding="utf-8"))
     if "error" in found:
         raise TrimtabError(found["error"])
     return found
@@ -53,7 +53,7 @@ def _run(request: Mapping[str, Any], result: str) -> float:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         found = {"error": f"{request['target']}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"}
-    Path(result).write_text(json.dumps(found))
+    Path(result).write_text(json.dumps(found), encoding="utf-8")
     return 0.0
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, MultiValueCommand, echo, only_json, print_json
+from trimtab.cli.output import Json, echo, only_json, print_json
 from trimtab.errors import TrimtabError
 
 Target = Annotated[
@@ -43,15 +43,6 @@ Ignore = Annotated[
 ]
 Timeout = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="The check is ended after this time.")]
 HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page with the weights of both.")]
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "check-loss",
-        cls=MultiValueCommand,
-        epilog="Example: [bold]trimtab check-loss my_loss.py:grpo_loss --as grpo[/bold]. The exit code is 0 if it is "
-        "that objective, 1 if it differs, 2 if it cannot be run.",
-    )(check_loss)
 
 
 def check_loss(

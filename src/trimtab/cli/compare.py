@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, print_json, usable_cores
+from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
 from trimtab.runs.layout import REPORT
 
 if TYPE_CHECKING:
@@ -43,14 +43,6 @@ Tune = Annotated[
         help="First tune each method in each regime with six settings and N other seeds; adds rows.",
     ),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "compare",
-        cls=MultiValueCommand,
-        epilog="Example: [bold]trimtab compare --methods dapo token-tis --regimes on-policy stale-32 --seeds 3[/bold]",
-    )(compare)
 
 
 def compare(

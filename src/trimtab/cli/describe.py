@@ -19,13 +19,6 @@ Trainer = Annotated[
 Code = Annotated[bool, typer.Option("--code", help="Print the loss as one function in plain PyTorch, to paste.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("recipes", epilog="Example: [bold]trimtab recipes --json[/bold]")(recipes)
-    app.command("show", epilog="Example: [bold]trimtab show quickstart --set trainer.steps=10[/bold]")(show)
-    example = "[bold]trimtab explain token-tis:weight_max=1.5[/bold], with --for verl its settings, --code its code"
-    app.command("explain", epilog=f"Example: {example}")(explain)
-
-
 def recipes(
     keys: Annotated[
         bool,

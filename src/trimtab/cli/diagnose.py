@@ -99,14 +99,6 @@ Scalars = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        "diagnose",
-        epilog="Example: [bold]trimtab diagnose runs/mine --out mine.html[/bold]. The exit code is 0 "
-        "whatever is found, 2 when the files cannot be used; programs read --json.",
-    )(diagnose)
-
-
 def diagnose(
     files: Files = None,
     framework: Framework = None,
@@ -148,14 +140,15 @@ def diagnose(
 
 def _scalars(path: Path, *, as_json: bool) -> None:
     from trimtab.monitor.scalar_files import find_scalars, read_scalars
-    from trimtab.monitor.scalars import as_dict, judge, lines
+    from trimtab.monitor.scalar_output import as_dict, terminal_lines
+    from trimtab.monitor.scalars import judge
 
     read = find_scalars(path)
     report = judge(read_scalars(read))
     if as_json:
         print_json(as_dict(report, read))
     else:
-        echo("\n".join(lines(report, read)))
+        echo("\n".join(terminal_lines(report, read)))
 
 
 def _answer(

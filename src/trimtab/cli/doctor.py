@@ -40,10 +40,6 @@ GIB = 1024**3
 MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog="Example: [bold]trimtab doctor[/bold]")(doctor)
-
-
 def doctor(as_json: Json = False) -> None:
     """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing."""
     checks = [
@@ -137,10 +133,10 @@ def _memory() -> Finding:
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if not meminfo.exists():
         return Finding("ok", "free memory", f"unknown on {sys.platform}")
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) * 1024
     with suppress(OSError):  # no cgroup v2, so no limit is known
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
+        limit, used = ((group / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
         free = free if limit == "max" else min(free, int(limit) - int(used))
     return _enough("free memory", free, MEMORY_NEEDED, "the quickstart")
 

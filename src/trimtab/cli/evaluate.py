@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.output import AllowCode, Command, Json, print_json
+from trimtab.cli.output import AllowCode, Json, print_json
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
 from trimtab.runs.layout import CHECKPOINTS, CONFIG
@@ -54,15 +54,6 @@ Limit = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
 ]
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "eval",
-        cls=Command,
-        epilog="Example: [bold]trimtab eval smollm2-135m-instruct runs/icepop --task arithmetic --task "
-        "file:path=gsm8k-test.jsonl,format=gsm8k,holdout=1 --samples 8 --greedy[/bold]",
-    )(evaluate)
 
 
 def evaluate(
@@ -189,16 +180,20 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
         if sets and len(named) > 1:
             raise TrimtabError("--set changes one task; with several, write each as --task NAME:KEY=VALUE,KEY=VALUE")
         return [_task(text, sets) for text in named]
-    recipes = [_recipe(str(item.run / CONFIG), sets) for item in sources if item.run is not None]
+    recipes = [_recipe(name, sets) for name in _recipes_of(sources)]
     if len(recipes) < len(sources):
         raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.KINDS.names())}) or a recipe")
     if any(choice.spec != recipes[0].spec for choice in recipes):
-        runs = [str(item.run / CONFIG) for item in sources if item.run is not None]
         raise TrimtabError(
             "the runs were trained on different tasks, rewards, environments or sampling.max_tokens: choose what to "
-            f"measure for all of them, such as --task {runs[0]}"
+            f"measure for all of them, such as --task {_recipes_of(sources)[0]}"
         )
     return recipes[:1]
+
+
+def _recipes_of(sources: Sequence[ModelChoice]) -> list[str]:
+    """Returns the recipes of those that are runs."""
+    return [str(item.run / CONFIG) for item in sources if item.run is not None]
 
 
 def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> list[str]:
@@ -207,7 +202,7 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
 
     bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
     notes = []
-    for recipe in [str(item.run / CONFIG) for item in sources if bare and item.run is not None]:
+    for recipe in _recipes_of(sources) if bare else []:
         if environment := load_config(recipe).environment:
             notes.append(
                 f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
@@ -225,7 +220,7 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
         return requested
     from trimtab.trainer.config import load_config
 
-    runs = [load_config(str(item.run / CONFIG)).engine.dtype for item in sources if item.run is not None]
+    runs = [load_config(name).engine.dtype for name in _recipes_of(sources)]
     known = sorted({*runs, *(choice.dtype for choice in choices if choice.dtype is not None)})
     if len(known) > 1:
         raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")

@@ -19,21 +19,19 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli import (
-    check_loss,
-    compare,
-    describe,
-    diagnose,
-    doctor,
-    evaluate,
-    preflight,
-    report,
-    rescore,
-    starting,
-    train,
-)
+from trimtab.cli import starting
+from trimtab.cli.check_loss import check_loss
 from trimtab.cli.commands import COMMANDS, CommandFacts
-from trimtab.cli.output import echo
+from trimtab.cli.compare import compare
+from trimtab.cli.describe import explain, recipes, show
+from trimtab.cli.diagnose import diagnose
+from trimtab.cli.doctor import doctor
+from trimtab.cli.evaluate import evaluate
+from trimtab.cli.output import Command, echo
+from trimtab.cli.preflight import preflight
+from trimtab.cli.report import report
+from trimtab.cli.rescore import rescore
+from trimtab.cli.train import export, sft, train
 from trimtab.errors import DivergedError, Stopped, TrimtabError, TrimtabWarning
 from trimtab.plugins import only_named
 from trimtab.text import clean, without_credentials
@@ -103,8 +101,24 @@ def _root(
             )
 
 
-for module in (train, describe, evaluate, diagnose, rescore, preflight, check_loss, report, compare, doctor):
-    module.register(app)
+FUNCTIONS = {
+    "train": train,
+    "sft": sft,
+    "export": export,
+    "recipes": recipes,
+    "show": show,
+    "explain": explain,
+    "eval": evaluate,
+    "diagnose": diagnose,
+    "rescore": rescore,
+    "preflight": preflight,
+    "check-loss": check_loss,
+    "report": report,
+    "compare": compare,
+    "doctor": doctor,
+}
+for name, function in FUNCTIONS.items():
+    app.command(name, cls=Command, epilog=f"Example: {COMMANDS[name].example}")(function)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -52,16 +52,15 @@ MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths", "--arguments")
 
 
 class Command(TyperCommand):
-    """A command that is refused where a package it needs is missing. Its `--help` needs none."""
+    """A command, which is refused where a package it needs is missing. Its `--help` needs none.
+
+    The options of `MULTI_VALUE_OPTIONS` take several words: `--methods a b` is `--methods a --methods b`.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         with starting.guarded():  # looking for packages may import some
             require_extra(COMMANDS[ctx.info_name].extra, ctx.command_path)
         return super().invoke(ctx)
-
-
-class MultiValueCommand(Command):
-    """Accepts `--methods a b` for `--methods a --methods b`, for the options of `MULTI_VALUE_OPTIONS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for option, word in itertools.pairwise([*args, "-"]):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimtab.cli.output import Json, MultiValueCommand, Sets, echo, only_json, print_json
+from trimtab.cli.output import Json, Sets, echo, only_json, print_json
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
@@ -51,15 +51,6 @@ Bound = Annotated[
 HtmlPage = Annotated[Path | None, typer.Option(metavar="PAGE", help="Write a page.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        "preflight",
-        cls=MultiValueCommand,
-        epilog="Example: [bold]trimtab preflight laboratory[/bold]. The exit code is 0 if the pair is fit to train, 1 "
-        "if a check fails, 2 if it cannot run.",
-    )(preflight)
-
-
 def preflight(
     model: Model,
     sampler: Sampler = None,
@@ -83,7 +74,7 @@ def preflight(
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
     from trimtab.preflight.build_pair import build_pair, default_bound, facts, pair_config
-    from trimtab.preflight.checklist import run
+    from trimtab.preflight.checklist import run_checks
     from trimtab.preflight.preflight_page import write_page
 
     config = pair_config(model, sampler, dtype, url, sets or [])
@@ -97,7 +88,7 @@ def preflight(
             def on_check(check: Check) -> None:
                 show(f"{check.status:<6}{check.name}", check.text)
 
-            result = run(pair, lengths or LENGTHS, chosen, notify, on_check)
+            result = run_checks(pair, lengths or LENGTHS, chosen, notify, on_check)
         finally:
             pair.engine.close()
         show("verdict", result.verdict)

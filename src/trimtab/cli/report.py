@@ -11,12 +11,6 @@ from trimtab.cli.output import Json, echo, print_json
 from trimtab.runs.layout import REPORT
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        "report", epilog="Example: [bold]trimtab report runs/mine[/bold] or [bold]trimtab report runs/a runs/b[/bold]"
-    )(report)
-
-
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="A run directory; several, or a folder of them, to compare.")

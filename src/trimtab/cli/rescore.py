@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.diagnose import Columns, Framework, parse_columns
-from trimtab.cli.output import Command, echo
+from trimtab.cli.output import echo
 from trimtab.errors import TrimtabError
 
 SUFFIXES = (".parquet", ".jsonl")
@@ -37,14 +37,6 @@ Temperature = Annotated[
     float | None,
     typer.Option("--temperature", min=0.01, help="The trainer's temperature. Default: that of the data, else 1."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "rescore",
-        cls=Command,
-        epilog="Example: [bold]trimtab rescore runs/mine --model smollm2-135m-instruct --limit 64[/bold].",
-    )(rescore)
 
 
 def rescore(

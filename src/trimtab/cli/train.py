@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli import starting
-from trimtab.cli.output import Command, Json, Recipe, Sets, echo, only_json, print_json, run_directory
+from trimtab.cli.output import Json, Recipe, Sets, echo, only_json, print_json, run_directory
 from trimtab.runs.layout import CONFIG, REPORT
 
 if TYPE_CHECKING:
@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
 ]
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "train",
-        cls=Command,
-        epilog="Example: [bold]trimtab train quickstart --set trainer.steps=10 --out runs/short[/bold]",
-    )(train)
-    app.command("sft", cls=Command, epilog="Example: [bold]trimtab sft my-task.toml --out runs/warm[/bold]")(sft)
-    app.command("export", cls=Command, epilog="Example: [bold]trimtab export runs/mine my-model[/bold]")(export)
 
 
 def train(

@@ -11,35 +11,26 @@ code_lines    the lines of a loss function in plain PyTorch, to which every part
 arguments     checks of what callers pass
 """
 
-from trimtab.corrections.correction import BatchCorrection, compute_correction
-from trimtab.corrections.masks import OPSM, Band, Divergence, Evidence, Mask, PrefixBudget, Veto
-from trimtab.corrections.ratios import LEVELS, LOG_RATIO_BOUND, PREFIX_LEVELS, TURN_LEVELS, Ratios, log_ratio
-from trimtab.corrections.reduce import Sequences, finite_rows, select
-from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics
-from trimtab.corrections.weights import Weight
-
-__all__ = [
-    "LEVELS",
-    "LOG_RATIO_BOUND",
-    "OPSM",
-    "PREFIX_LEVELS",
-    "TURN_LEVELS",
-    "Band",
-    "BatchCorrection",
-    "Divergence",
-    "Evidence",
-    "Histogram",
-    "Mask",
-    "Mean",
-    "Mergeable",
-    "PrefixBudget",
-    "RatioStatistics",
-    "Ratios",
-    "Sequences",
-    "Veto",
-    "Weight",
-    "compute_correction",
-    "finite_rows",
-    "log_ratio",
-    "select",
-]
+from trimtab.corrections.correction import BatchCorrection as BatchCorrection
+from trimtab.corrections.correction import compute_correction as compute_correction
+from trimtab.corrections.masks import OPSM as OPSM
+from trimtab.corrections.masks import Band as Band
+from trimtab.corrections.masks import Divergence as Divergence
+from trimtab.corrections.masks import Mask as Mask
+from trimtab.corrections.masks import PrefixBudget as PrefixBudget
+from trimtab.corrections.masks import RuleInputs as RuleInputs
+from trimtab.corrections.masks import Veto as Veto
+from trimtab.corrections.ratios import LEVELS as LEVELS
+from trimtab.corrections.ratios import LOG_RATIO_BOUND as LOG_RATIO_BOUND
+from trimtab.corrections.ratios import PREFIX_LEVELS as PREFIX_LEVELS
+from trimtab.corrections.ratios import TURN_LEVELS as TURN_LEVELS
+from trimtab.corrections.ratios import Ratios as Ratios
+from trimtab.corrections.ratios import log_ratio as log_ratio
+from trimtab.corrections.reduce import Sequences as Sequences
+from trimtab.corrections.reduce import finite_rows as finite_rows
+from trimtab.corrections.reduce import select as select
+from trimtab.corrections.statistics import Histogram as Histogram
+from trimtab.corrections.statistics import Mean as Mean
+from trimtab.corrections.statistics import Mergeable as Mergeable
+from trimtab.corrections.statistics import RatioStatistics as RatioStatistics
+from trimtab.corrections.weights import Weight as Weight

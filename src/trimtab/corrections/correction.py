@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.masks import Evidence, Mask
+from trimtab.corrections.masks import Mask, RuleInputs
 from trimtab.corrections.ratios import PER_TOKEN_LEVELS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total
@@ -122,14 +122,14 @@ class _Block:
             None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
             for numerator in (proximal, current)
         )
-        self.evidence = Evidence(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
+        self.inputs = RuleInputs(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
 
     def apply_masks(self, rules: Sequence[Mask]) -> tuple[Tensor, dict[str, Mergeable]]:
         """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
         keep = self.sequences.mask
         statistics: dict[str, Mergeable] = {}
         for place, rule in enumerate(rules):
-            passed = rule.keep(self.evidence)
+            passed = rule.keep(self.inputs)
             if not isinstance(passed, Tensor) or passed.dtype != torch.bool:
                 what = passed.dtype if isinstance(passed, Tensor) else type(passed).__name__
                 raise TrimtabError(
@@ -138,7 +138,7 @@ class _Block:
             if passed.shape not in (keep.shape, (len(keep), 1)):
                 raise TrimtabError(
                     f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {tuple(keep.shape)}: "
-                    "values of whole sequences are spread to their tokens by evidence.sequences.spread"
+                    "values of whole sequences are spread to their tokens by inputs.sequences.spread"
                 )
             passed = passed.expand_as(keep).contiguous()  # broadcasting bools takes a CPU ten times as long
             keep = keep & passed
@@ -148,7 +148,7 @@ class _Block:
 
     def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
         """Returns the bounded weight of every token, which tokens it keeps (None: all), and its statistics."""
-        sequences, ratios = self.sequences, self.evidence.over(weight.over)
+        sequences, ratios = self.sequences, self.inputs.over(weight.over)
         units = units_of(sequences, weight.level)
         per_token = weight.level in PER_TOKEN_LEVELS
         trained = sequences.mask if per_token else units.trained
@@ -184,11 +184,11 @@ class _Block:
 
     @cached_property
     def histogram(self) -> Histogram:
-        return Histogram.of(self.evidence.mismatch.log, self.sequences.mask)
+        return Histogram.of(self.inputs.mismatch.log, self.sequences.mask)
 
     def measure(self) -> RatioStatistics:
         assert self.proximal is not None
-        return RatioStatistics.of(self.evidence.mismatch, self.proximal, self.behavior, self.histogram)
+        return RatioStatistics.of(self.inputs.mismatch, self.proximal, self.behavior, self.histogram)
 
     def _rejection(self, name: str, passed: Tensor) -> dict[str, Mergeable]:
         """Returns the shares of trained tokens and of whole sequences that a rule rejected."""

@@ -40,7 +40,7 @@ VETO_OF = ("ratio", "probability")
 READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 
 
-class Evidence:
+class RuleInputs:
     """The inputs of a rule, without gradient; log-ratios and log-probs are 0 at untrained positions.
 
     mismatch: the ratios proximal/behavior. policy: the ratios current/behavior. Those of a policy that no rule names in
@@ -86,7 +86,7 @@ class Evidence:
 
 def _require(part: Part | None, name: str, read: str) -> Part:
     if part is None:
-        raise ValueError(f"a rule that looks at evidence.{name} must have {read!r} among its `reads`")
+        raise ValueError(f"a rule that looks at inputs.{name} must have {read!r} among its `reads`")
     return part
 
 
@@ -106,16 +106,16 @@ class Mask(ABC):
     @property
     @abstractmethod
     def reads(self) -> frozenset[str]:
-        """The subset of `READABLE` that it reads; `turn` where it reads `evidence.sequences.turns`.
+        """The subset of `READABLE` that it reads; `turn` where it reads `inputs.sequences.turns`.
 
         Without `proximal` no proximal forward is needed for it; with `current` it is evaluated in every forward.
         """
 
     @abstractmethod
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
+    def keep(self, inputs: RuleInputs) -> Bool[Tensor, "batch #time"]:
         """Returns True at the tokens that are kept, in a shape that broadcasts to (batch, time).
 
-        A rule for whole sequences returns `evidence.sequences.spread(value)` of its (sequences, 1) values.
+        A rule for whole sequences returns `inputs.sequences.spread(value)` of its (sequences, 1) values.
         """
 
     @abstractmethod
@@ -153,10 +153,10 @@ class Band(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({self.over, "behavior", *(["turn"] if self.level in TURN_LEVELS else [])})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
-        ratio = evidence.over(self.over).at(self.level)
+    def keep(self, inputs: RuleInputs) -> Bool[Tensor, "batch #time"]:
+        ratio = inputs.over(self.over).at(self.level)
         inside = (ratio >= self.min) & (ratio <= self.max)
-        return inside if self.level in PER_TOKEN_LEVELS else units_of(evidence.sequences, self.level).spread(inside)
+        return inside if self.level in PER_TOKEN_LEVELS else units_of(inputs.sequences, self.level).spread(inside)
 
     def equation(self) -> str:
         letter, policy = OVER[self.over]
@@ -198,15 +198,15 @@ class Divergence(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({self.over, "behavior", *(["advantage"] if self.outward else [])})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
-        sequences, ratios = evidence.sequences, evidence.over(self.over)
-        values = divergences.per_token(self.kind, ratios, evidence.behavior)
+    def keep(self, inputs: RuleInputs) -> Bool[Tensor, "batch #time"]:
+        sequences, ratios = inputs.sequences, inputs.over(self.over)
+        values = divergences.per_token(self.kind, ratios, inputs.behavior)
         if self.reduce == "token":
             near = values <= self.max
         else:
             reduced = {"mean": sequences.mean, "max": sequences.max, "sum": sequences.sum}[self.reduce](values)
             near = sequences.spread(reduced <= self.max)
-        return near | ~moves_away(ratios.log, evidence.advantage) if self.outward else near
+        return near | ~moves_away(ratios.log, inputs.advantage) if self.outward else near
 
     def equation(self) -> str:
         over = "" if self.reduce == "token" else f"{self.reduce}_t "
@@ -256,11 +256,11 @@ class Veto(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({self.over, "behavior"})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
-        log = evidence.over(self.over).log
+    def keep(self, inputs: RuleInputs) -> Bool[Tensor, "batch #time"]:
+        log = inputs.over(self.over).log
         if self.of == "probability":
-            log = log + evidence.behavior
-        return evidence.sequences.spread(evidence.sequences.max(-log) <= -math.log(self.min))
+            log = log + inputs.behavior
+        return inputs.sequences.spread(inputs.sequences.max(-log) <= -math.log(self.min))
 
     def equation(self) -> str:
         letter, policy = OVER[self.over]
@@ -302,13 +302,13 @@ class OPSM(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch #time"]:
-        sequences = evidence.sequences
-        if sequences.ids is None and evidence.advantage.shape[1] != 1:
+    def keep(self, inputs: RuleInputs) -> Bool[Tensor, "batch #time"]:
+        sequences = inputs.sequences
+        if sequences.ids is None and inputs.advantage.shape[1] != 1:
             raise ValueError("OPSM judges whole sequences: give one advantage per row, shape (batch, 1)")
-        far = -evidence.policy.log_geometric > self.delta
+        far = -inputs.policy.log_geometric > self.delta
         rejected, _ = _REJECTED[self.sign]
-        return ~(sequences.spread(far) & rejected(evidence.advantage, 0))
+        return ~(sequences.spread(far) & rejected(inputs.advantage, 0))
 
     def equation(self) -> str:
         return f"not (A {_REJECTED[self.sign][1]} 0 and mean_t(log μ − log π) > {self.delta:g})"
@@ -350,9 +350,9 @@ class PrefixBudget(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
 
-    def keep(self, evidence: Evidence) -> Bool[Tensor, "batch time"]:
-        sequences, log = evidence.sequences, evidence.policy.log
-        divergence = divergences.probability_gap(evidence.behavior, log).abs()
+    def keep(self, inputs: RuleInputs) -> Bool[Tensor, "batch time"]:
+        sequences, log = inputs.sequences, inputs.policy.log
+        divergence = divergences.probability_gap(inputs.behavior, log).abs()
         place, last = sequences.positions.to(log.dtype) - 1, sequences.spread(sequences.lengths) - 1
         weight = torch.where(sequences.mask, 1 - (1 - self.weight_min) * (place / last.clamp(min=1)), 0.0)
         spent = weight * divergence
@@ -360,7 +360,7 @@ class PrefixBudget(Mask):
         earned_before = sequences.prefix_sum(weight) - weight
         spent_before = sequences.prefix_sum(spent) - spent
         allowed = self.max + sequences.spread(rate) * earned_before - spent_before
-        return ~moves_away(log, evidence.advantage) | (spent <= allowed.clamp(max=self.max))
+        return ~moves_away(log, inputs.advantage) | (spent <= allowed.clamp(max=self.max))
 
     def _quantile(self, values: Float[Tensor, "batch time"], sequences: Sequences) -> Float[Tensor, "sequences 1"]:
         """Returns the quantile over the trained tokens of each sequence, linear between two values; 0 without one."""

@@ -101,7 +101,7 @@ class Alarm(Finding):
 Judge = Callable[[Sequence[Step]], Alarm | None]
 
 
-class Rule(NamedTuple):
+class AlarmRule(NamedTuple):
     """A row of the table of rules. judge: says whether the last of the steps raises an alarm by `metric`.
 
     steps: the number that it needs.
@@ -370,15 +370,15 @@ def median(steps: Sequence[Step], name: str) -> float:
 
 
 RULES = (
-    Rule(weights_do_not_arrive, "mismatch/k3", 3),
-    Rule(k3_rises, "mismatch/k3", KEPT),
-    Rule(k3_is_large, "mismatch/k3", RECENT),
-    Rule(mean_ratio_is_off, "mean_ratio", 1),
-    Rule(effective_sample_size_is_low, "mismatch/ess_token", RECENT),
-    Rule(gradient_norm_falls, "grad_norm", KEPT),
-    Rule(gradient_norm_explodes, "grad_norm", WINDOW + LEAST_BEFORE),
-    Rule(reward_collapses, "reward/mean", KEPT),
-    Rule(responses_are_truncated, "response/truncated", 2 * RECENT),
-    Rule(responses_grow, "response/length", 2 * RECENT),
-    Rule(log_probs_are_missing, "nonfinite", 1),
+    AlarmRule(weights_do_not_arrive, "mismatch/k3", 3),
+    AlarmRule(k3_rises, "mismatch/k3", KEPT),
+    AlarmRule(k3_is_large, "mismatch/k3", RECENT),
+    AlarmRule(mean_ratio_is_off, "mean_ratio", 1),
+    AlarmRule(effective_sample_size_is_low, "mismatch/ess_token", RECENT),
+    AlarmRule(gradient_norm_falls, "grad_norm", KEPT),
+    AlarmRule(gradient_norm_explodes, "grad_norm", WINDOW + LEAST_BEFORE),
+    AlarmRule(reward_collapses, "reward/mean", KEPT),
+    AlarmRule(responses_are_truncated, "response/truncated", 2 * RECENT),
+    AlarmRule(responses_grow, "response/length", 2 * RECENT),
+    AlarmRule(log_probs_are_missing, "nonfinite", 1),
 )

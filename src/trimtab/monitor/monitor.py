@@ -22,7 +22,7 @@ from trimtab.errors import Finding, GuardStop, Status, TrimtabError, TrimtabWarn
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.collapse_signs import WATCHED, first_sign
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
-from trimtab.monitor.response_sample import Sample
+from trimtab.monitor.response_sample import ResponseSample
 from trimtab.objectives import Metrics
 from trimtab.text import json_value
 
@@ -86,7 +86,7 @@ class Monitor:
     def _begin_run(self) -> None:
         self._out = None if self._folder is None else _new_folder(self._folder)
         self._open = False  # Whether `close` has files to write.
-        self._sample = Sample(self._sample_tokens, seed=self._rank)
+        self._sample = ResponseSample(self._sample_tokens, seed=self._rank)
         self._current: tuple[int, Metrics, dict[str, float]] | None = None
         self._history = History()
         self._last_seen: dict[str, int] = {}  # name of an alarm -> number of the step, counted from 0

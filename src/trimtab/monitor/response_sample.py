@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from trimtab.files import replace_file
 from trimtab.text import json_value
 
 
@@ -26,7 +25,7 @@ class _Response(NamedTuple):
     line: str
 
 
-class Sample:
+class ResponseSample:
     """Keeps whole responses with about `limit` trained tokens.
 
     Every response draws a number; those with the smallest are kept (bottom-k sampling), so that each response observed
@@ -79,16 +78,8 @@ class Sample:
             self._kept, self._tokens = ordered[:kept], int(tokens[kept - 1])
 
     def write(self, path: Path) -> None:
-        """Writes JSON lines in the columns of Trimtab's trajectory files, under a temporary name that is renamed."""
-        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # which nobody can have put a link at
-        try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.writelines(_lines(self._kept))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Writes JSON lines in the columns of Trimtab's trajectory files, whole or not at all."""
+        replace_file(path, "".join(_lines(self._kept)).encode())
         self._written = len(self._kept)
 
     def flush(self, path: Path) -> None:

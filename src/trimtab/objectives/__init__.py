@@ -3,7 +3,7 @@
 objective     the loss of a batch, from its parts, and its equation
 presets       the named objectives; lookup builds one by its name; keywords: what changes one; calibrate: its bounds
 surrogates    the per-token terms, with ratio_bounds and smooth_surrogates
-regularizers  the KL term and score centering; aggregation: the denominators
+regularizers  the KL term; centering: score centering; aggregation: the denominators
 policies      the log-probs that an objective reads; state: what is summed over an update
 advantages    advantages from rewards
 code          the loss as a function in plain PyTorch
@@ -17,73 +17,47 @@ or `SURROGATES` of `keywords`. A new number of one is a field of its class, chec
 import sys
 from types import ModuleType
 
-from trimtab.corrections import OPSM, Band, Divergence, Evidence, Mask, PrefixBudget, Veto, Weight
-from trimtab.corrections.code_lines import Lines
-from trimtab.objectives.advantages import advantages
-from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.correct import Correction, correct, mismatch
-from trimtab.objectives.lookup import keywords_of, objective, objectives
-from trimtab.objectives.objective import Objective, Output
-from trimtab.objectives.policies import PolicyLogps, Ratio
-from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip, SecondMoment
-from trimtab.objectives.regularizers import KL
-from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
-from trimtab.objectives.state import Metrics, State
-from trimtab.objectives.surrogates import (
-    Clipped,
-    LogProb,
-    Regression,
-    Reinforce,
-    Shaped,
-    Surrogate,
-    Terms,
-    Unclipped,
-    Value,
-)
-
-__all__ = [
-    "KL",
-    "OPSM",
-    "AgedClip",
-    "Aggregation",
-    "Band",
-    "Banded",
-    "Clipped",
-    "Correction",
-    "Divergence",
-    "Evidence",
-    "GammaWeight",
-    "GeometricClip",
-    "GrowingClip",
-    "Lines",
-    "LogProb",
-    "Mask",
-    "Metrics",
-    "Objective",
-    "Output",
-    "PolicyLogps",
-    "PrefixBudget",
-    "QuadraticPenalty",
-    "Ratio",
-    "Regression",
-    "Reinforce",
-    "SecondMoment",
-    "Shaped",
-    "SoftGate",
-    "State",
-    "Surrogate",
-    "Terms",
-    "Unclipped",
-    "Value",
-    "Veto",
-    "Weight",
-    "advantages",
-    "correct",
-    "keywords_of",
-    "mismatch",
-    "objective",
-    "objectives",
-]
+from trimtab.corrections import OPSM as OPSM
+from trimtab.corrections import Band as Band
+from trimtab.corrections import Divergence as Divergence
+from trimtab.corrections import Mask as Mask
+from trimtab.corrections import PrefixBudget as PrefixBudget
+from trimtab.corrections import RuleInputs as RuleInputs
+from trimtab.corrections import Veto as Veto
+from trimtab.corrections import Weight as Weight
+from trimtab.corrections.code_lines import Lines as Lines
+from trimtab.objectives.advantages import advantages as advantages
+from trimtab.objectives.aggregation import Aggregation as Aggregation
+from trimtab.objectives.correct import Correction as Correction
+from trimtab.objectives.correct import correct as correct
+from trimtab.objectives.correct import mismatch as mismatch
+from trimtab.objectives.lookup import keywords_of as keywords_of
+from trimtab.objectives.lookup import objective as objective
+from trimtab.objectives.lookup import objectives as objectives
+from trimtab.objectives.objective import Objective as Objective
+from trimtab.objectives.objective import Output as Output
+from trimtab.objectives.policies import PolicyLogps as PolicyLogps
+from trimtab.objectives.policies import Ratio as Ratio
+from trimtab.objectives.ratio_bounds import AgedClip as AgedClip
+from trimtab.objectives.ratio_bounds import Banded as Banded
+from trimtab.objectives.ratio_bounds import GrowingClip as GrowingClip
+from trimtab.objectives.ratio_bounds import SecondMoment as SecondMoment
+from trimtab.objectives.regularizers import KL as KL
+from trimtab.objectives.smooth_surrogates import GammaWeight as GammaWeight
+from trimtab.objectives.smooth_surrogates import GeometricClip as GeometricClip
+from trimtab.objectives.smooth_surrogates import QuadraticPenalty as QuadraticPenalty
+from trimtab.objectives.smooth_surrogates import SoftGate as SoftGate
+from trimtab.objectives.state import Metrics as Metrics
+from trimtab.objectives.state import State as State
+from trimtab.objectives.surrogates import Clipped as Clipped
+from trimtab.objectives.surrogates import LogProb as LogProb
+from trimtab.objectives.surrogates import Regression as Regression
+from trimtab.objectives.surrogates import Reinforce as Reinforce
+from trimtab.objectives.surrogates import Shaped as Shaped
+from trimtab.objectives.surrogates import Surrogate as Surrogate
+from trimtab.objectives.surrogates import Terms as Terms
+from trimtab.objectives.surrogates import Unclipped as Unclipped
+from trimtab.objectives.surrogates import Value as Value
 
 
 class _CallableModule(ModuleType):

@@ -19,15 +19,7 @@ from trimtab.objectives.objective import Objective
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip, SecondMoment
 from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
-from trimtab.objectives.surrogates import (
-    Clipped,
-    LogProb,
-    Regression,
-    Reinforce,
-    Shaped,
-    Surrogate,
-    Unclipped,
-)
+from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Surrogate, Unclipped
 
 
 class Keywords(TypedDict, total=False):

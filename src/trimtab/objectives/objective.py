@@ -30,11 +30,11 @@ from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, wid
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import code
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.centering import Centering
 from trimtab.objectives.policies import PolicyLogps, Ratio
-from trimtab.objectives.regularizers import KL, centering_ceiling, centering_equation, centering_term
+from trimtab.objectives.regularizers import KL
 from trimtab.objectives.state import Metrics, State
 from trimtab.objectives.surrogates import Surrogate, Terms
 
@@ -50,7 +50,7 @@ class Output(NamedTuple):
 class Objective:
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
-    centering: whether the expected score under the sampler is subtracted (regularizers.py).
+    centering: whether the expected score under the sampler is subtracted (centering.py).
     advantage: the kind of advantages that it expects (`ADVANTAGE_KINDS`). notes: remarks printed with the equation.
     source: where it is from, printed with its code.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
@@ -80,7 +80,7 @@ class Objective:
         if refused is not None:
             raise TrimtabError(refused)
         if self.centering:
-            centering_ceiling(self.ratio, self.surrogate, corrected=self._has_correction)
+            Centering.of(self.ratio, self.surrogate, corrected=self._has_correction)
         check_option(self, "advantage", ADVANTAGE_KINDS)
         check_range(self, "[0, inf)", "entropy_coef")
         if self._counts_kept and not self.rejects:
@@ -90,6 +90,11 @@ class Objective:
     def _has_correction(self) -> bool:
         """Whether it has a weight or a mask."""
         return self.weight is not None or bool(self.masks)
+
+    @property
+    def center(self) -> Centering | None:
+        """The term that `centering` adds, of each token. Raises `TrimtabError` where other parts exclude it."""
+        return Centering.of(self.ratio, self.surrogate, corrected=self._has_correction) if self.centering else None
 
     @property
     def rejects(self) -> bool:
@@ -173,11 +178,7 @@ class Objective:
         return self._state(sequences, correction, terms)
 
     def __call__(
-        self,
-        logps: PolicyLogps,
-        advantage: Float[Tensor, "batch #time"],
-        *,
-        state: State | None = None,
+        self, logps: PolicyLogps, advantage: Float[Tensor, "batch #time"], *, state: State | None = None
     ) -> Output:
         """Returns loss and metrics of a micro-batch of the update that `state` describes, or else of a whole update.
 
@@ -222,8 +223,7 @@ class Objective:
         lines = [definition("r", ratio.level, "π", policy)]
         lines += [] if weight is None else [weight.definition()]
         lines += [*(f"keep where {rule.equation()}" for rule in self.masks), *self.surrogate.notes()]
-        if self.centering:
-            lines.append(centering_equation(centering_ceiling(ratio, self.surrogate, corrected=False)))
+        lines += [] if self.center is None else [self.center.equation()]
         lines.append(f"D: {self.aggregation.equation(rejects=self.rejects)}")
         lines.append(f"A: {advantage or self.advantage} advantage")
         if self.kl.coef > 0:
@@ -241,8 +241,9 @@ class Objective:
         command: what prints it, for the comment at its head. Raises `TrimtabError` naming a class of one of its parts
         that has no `code`.
         """
-        parts = code.Parts(*(getattr(self, name) for name in code.Parts._fields))
-        return code.write(parts, command or f'trimtab.objective("{self.name}", ...).code()')
+        from trimtab.objectives.code import write
+
+        return write(self, command or f'trimtab.objective("{self.name}", ...).code()')
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
         """Applies the weight and these masks."""
@@ -319,13 +320,12 @@ class Objective:
 
     def _center(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:
         """Returns the centering term over the original mask, and its statistics."""
-        if not self.centering:
+        if self.center is None:
             return terms.logp.new_zeros(()), {}
         sampled = terms.on_policy[..., None]
         current = torch.where(sampled, widen(logps.required("head_current", self.name)), -torch.inf)
         behavior = torch.where(sampled, widen(logps.required("head_behavior", self.name).detach()), -torch.inf)
-        ceiling = centering_ceiling(self.ratio, self.surrogate, corrected=self._has_correction)
-        value = centering_term(current, behavior, ceiling)
+        value = self.center.per_token(current, behavior)
         statistics: dict[str, Mergeable] = {"centering/head_mass": Mean.of(behavior.exp().sum(-1), terms.on_policy)}
         return _weighted_sum(value * terms.advantage, scale), statistics
 

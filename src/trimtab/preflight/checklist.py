@@ -19,7 +19,7 @@ from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, Outcome, ScoredResponses, common_log_ratio
-from trimtab.preflight.weight_checks import weights
+from trimtab.preflight.weight_checks import check_weights
 from trimtab.text import short
 from trimtab.trainer.chat_template import render
 
@@ -85,7 +85,7 @@ class Preflight:
         }
 
 
-def run(
+def run_checks(
     pair: EnginePair,
     lengths: Sequence[int],
     facts: Mapping[str, str],
@@ -122,7 +122,7 @@ def measured_of(*parts: ScoredResponses) -> Measured:
     return measure([table], lambda: summary)
 
 
-def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks k3 of each length, that the mean ratio is 1, and whether diagnosis knows a fault in the tokens."""
     sizes = {length: measured_of(one).size.mismatch for length, one in samples.items()}
     whole = measured_of(*samples.values())
@@ -147,7 +147,7 @@ def mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcom
     return Outcome("ok", detail, "", figures)
 
 
-def prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares the log-probs from decoding, from a prefill of the same ids in the sampler, and from the trainer.
 
     Where decode and prefill differ, the cause is in what only decoding uses: the key-value cache and its kernels. Where
@@ -201,7 +201,7 @@ def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Outco
     return Outcome("fail", f"{detail}; {found}", advice, figures)
 
 
-def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares the log-probs of all ids, or the most probable ones, and not only of the sampled ones."""
     prompts = pair.prompts[:PROBES]
     completions = pair.sample(prompts, PROBE_TOKENS, top_logprobs=pair.top_logprobs)
@@ -240,15 +240,15 @@ def distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> O
     return Outcome("ok", detail, "", figures)
 
 
-def batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks whether a response has the same log-probs alone and among others."""
     alone = [pair.sample([prompt], PROBE_TOKENS)[0] for prompt in pair.prompts[:2]]
     figures, words = {}, []
     for size in BATCHES:
         together = []
-        for anchor in range(len(alone)):  # it stays the first of its batch, and so draws the same random numbers
-            others = [prompt for number, prompt in enumerate(pair.prompts) if number != anchor][: size - 1]
-            together.append(pair.sample([pair.prompts[anchor], *others], PROBE_TOKENS)[0])
+        for place in range(len(alone)):  # it stays the first of its batch, and so draws the same random numbers
+            others = [prompt for number, prompt in enumerate(pair.prompts) if number != place][: size - 1]
+            together.append(pair.sample([pair.prompts[place], *others], PROBE_TOKENS)[0])
         figures[f"k3/{size}"], text = _difference(common_log_ratio(alone, together))
         words.append(f"{text} in a batch of {size}")
     detail = f"against a response alone: {', '.join(words)}"
@@ -261,7 +261,7 @@ def batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Ou
     return Outcome("fail", detail, advice, figures)
 
 
-def prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks prompts asked again, whose prefix is cached, and responses that continue a prefix."""
     prompts = pair.prompts[:PROBES]
     pair.publish()  # empties the cache
@@ -291,7 +291,7 @@ def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
     return size, f"k3 {short(size)}" if np.any(log_ratio) else "equal to the bit"
 
 
-def sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks which distribution the log-probs describe: that of the model, or the one that is sampled."""
     configured, prompts = pair.sampling, pair.prompts[:PROBES]
     neutral = configured.temperature == 1 and not configured.truncated
@@ -319,7 +319,7 @@ def sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses])
     return Outcome("fail", f"{detail} ({cause})", CAUSES[cause].fix, figures)
 
 
-def end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Checks with which tokens responses end, and the log-probs there; and padding in the trainer."""
     prompts = pair.prompts[:PROBES]
     scored = pair.compare(prompts, 4 * PROBE_TOKENS, ignore_stop=False)
@@ -389,7 +389,7 @@ def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
     return float(k3(alone - scored.logp_trainer[shortest]).mean())
 
 
-def training_mode(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_training_mode(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares training and evaluation mode of the trainer: before any update the ratio must be 1."""
     shortest = samples[min(samples)]
     prompts, completions = shortest.prompts[:2], shortest.completions[:2]
@@ -415,13 +415,15 @@ class CheckOfPair(NamedTuple):
 
 
 CHECKS: Mapping[str, CheckOfPair] = {
-    "mismatch": CheckOfPair("Do both sides give a sampled token the same probability?", mismatch),
-    "prefill": CheckOfPair("Is it the sampler's decoding that differs, or the engine?", prefill),
-    "distribution": CheckOfPair("And the tokens that were not sampled?", distribution),
-    "batch sizes": CheckOfPair("Does a response depend on what runs beside it?", batch_sizes),
-    "prefix cache": CheckOfPair("Does a cached prompt change the answer?", prefix_cache),
-    "sampling settings": CheckOfPair("Are the log-probs those of the distribution that is sampled?", sampling_settings),
-    "weights": CheckOfPair("Do all new weights arrive in the sampler?", weights),
-    "end tokens": CheckOfPair("Do both sides agree where a response ends, and on padding?", end_tokens),
-    "training mode": CheckOfPair("Does the trainer score as it trains?", training_mode),
+    "mismatch": CheckOfPair("Do both sides give a sampled token the same probability?", check_mismatch),
+    "prefill": CheckOfPair("Is it the sampler's decoding that differs, or the engine?", check_prefill),
+    "distribution": CheckOfPair("And the tokens that were not sampled?", check_distribution),
+    "batch sizes": CheckOfPair("Does a response depend on what runs beside it?", check_batch_sizes),
+    "prefix cache": CheckOfPair("Does a cached prompt change the answer?", check_prefix_cache),
+    "sampling settings": CheckOfPair(
+        "Are the log-probs those of the distribution that is sampled?", check_sampling_settings
+    ),
+    "weights": CheckOfPair("Do all new weights arrive in the sampler?", check_weights),
+    "end tokens": CheckOfPair("Do both sides agree where a response ends, and on padding?", check_end_tokens),
+    "training mode": CheckOfPair("Does the trainer score as it trains?", check_training_mode),
 }

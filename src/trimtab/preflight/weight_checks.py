@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab.diagnosis.records import CAUSES
 from trimtab.preflight.engine_pair import EXACT, MARGIN, EnginePair, Outcome, ScoredResponses
-from trimtab.text import short
+from trimtab.text import join_names, short
 from trimtab.trainer.models.lora import named_weights
 from trimtab.types import Prompt
 
@@ -38,7 +38,7 @@ BETTER = 0.9
 """Part of k3 that may be left once a tensor is put back."""
 
 
-def weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Publishes changed weights, and names what did not arrive. The first weights are published again at the end."""
     seen, unseen = pair.prompts[:PROBES], _never_asked(pair.prompts)
     before = pair.compare(seen, PROBE_TOKENS).k3
@@ -96,15 +96,11 @@ def _undelivered(pair: EnginePair, wrong: Sequence[str], changed: Sequence[str])
     """Says which tensors did not arrive. changed: all that the publication had to change."""
     if set(wrong) >= set(changed):
         return f"{_nothing_arrived(pair)}: all {len(changed)} changed tensors differ"
-    return f"not published: {_listed(wrong)}; compared tensor by tensor"
+    return f"not published: {join_names(wrong)}; compared tensor by tensor"
 
 
 def _nothing_arrived(pair: EnginePair) -> str:
     return "the adapter is not merged or not loaded" if pair.lora else "the update was not taken over"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _verdict(
@@ -130,7 +126,7 @@ def _verdict(
     stale, left = stale_tensors(pair, published, original) if published.k3 > EXACT else ([], 0.0)
     if stale:
         others = " and others" if left > limit else ""
-        what = f"not published: {_listed(stale)}{others}; k3 {short(left)} with the old values in the trainer"
+        what = f"not published: {join_names(stale)}{others}; k3 {short(left)} with the old values in the trainer"
         return what, CAUSES["undelivered"].fix
     if max(published.k3, fresh.k3) > limit:
         return "a part of the weights did not arrive", CAUSES["undelivered"].fix

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from trimtab.intervals import SeedMean, interval_method
+from trimtab.intervals import PAIRED_FROM, SeedMean, interval_method
 from trimtab.pages.charts import AVERAGED_FROM
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.cautions import cautions, same_measure
@@ -21,7 +21,7 @@ from trimtab.report.run_objective import equation_of
 from trimtab.report.summary_columns import (
     PROCESS_COLUMNS,
     RESULT_COLUMNS,
-    Outcome,
+    ColumnResult,
     format_in,
     outcome,
     summaries_of,
@@ -33,26 +33,26 @@ from trimtab.text import format_value, join_names, one_line
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class RunComparison:
     """The content of the page as data."""
 
     groups: list[Group]
     cautions: list[str]
-    results: list[Outcome]
-    process_metrics: list[Outcome]
+    results: list[ColumnResult]
+    process_metrics: list[ColumnResult]
     differences: Mapping[str, list[Any]]
     equations: Mapping[str, str]
 
 
-def compare(runs: Sequence[Path]) -> Comparison:
+def compare(runs: Sequence[Path]) -> RunComparison:
     """Returns the comparison of runs; those that differ only in the seed are one group.
 
     Raises `TrimtabError` when a run's files are missing, empty or damaged.
     """
     groups, notes = group_runs(runs)
     comparable, summaries = same_measure(groups), [summaries_of(group) for group in groups]
-    results = [outcome(column, summaries, judged=comparable) for column in RESULT_COLUMNS]
-    process_metrics = [outcome(column, summaries) for column in PROCESS_COLUMNS]
+    results = [outcome(column, groups, summaries, judged=comparable) for column in RESULT_COLUMNS]
+    process_metrics = [outcome(column, groups, summaries) for column in PROCESS_COLUMNS]
     equations = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
     notes += cautions(groups) if len(groups) > 1 else []
     notes += [
@@ -60,7 +60,7 @@ def compare(runs: Sequence[Path]) -> Comparison:
         for name, by_seed in equations.items()
         if len(set(by_seed)) > 1
     ]
-    return Comparison(
+    return RunComparison(
         groups=groups,
         cautions=notes,
         results=[item for item in results if item],
@@ -70,12 +70,12 @@ def compare(runs: Sequence[Path]) -> Comparison:
     )
 
 
-def write_page(comparison: Comparison, path: Path) -> Path:
+def write_page(comparison: RunComparison, path: Path) -> Path:
     """Writes the page and returns `path`."""
     return write_output(path, _page(comparison, path.parent).html().encode())
 
 
-def as_data(comparison: Comparison) -> dict[str, Any]:
+def as_data(comparison: RunComparison) -> dict[str, Any]:
     """Returns the tables for JSON: names as on the page, unrounded numbers, null for what was not measured."""
     columns = [*comparison.results, *comparison.process_metrics]
     return {
@@ -123,7 +123,7 @@ def differing_keys(groups: Sequence[Group]) -> dict[str, list[Any]]:
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _page(comparison: Comparison, folder: Path) -> Page:
+def _page(comparison: RunComparison, folder: Path) -> Page:
     groups, results, process = comparison.groups, comparison.results, comparison.process_metrics
     names, marks = [group.name for group in groups], [swatch(index) for index in range(len(groups))]
     drawn, absent, zero = draw_panels(groups)
@@ -139,14 +139,7 @@ def _page(comparison: Comparison, folder: Path) -> Page:
             Section(
                 "", [Card("Before comparing", list(map(Note, comparison.cautions)))] if comparison.cautions else []
             ),
-            Section(
-                "Curves",
-                [
-                    legend_of(names),
-                    Charts(drawn),
-                    Note(" ".join(drawing)),
-                ],
-            ),
+            Section("Curves", [legend_of(names), Charts(drawn), Note(" ".join(drawing))]),
             Section("Results", [summary_table(results, names, marks), Note(_interval_text(groups))] if results else []),
             Section("On the way", [summary_table(process, names, marks)] if process else []),
             Section("What differs in the configuration", _differences(comparison)),
@@ -191,14 +184,14 @@ def _interval_text(groups: Sequence[Group]) -> str:
     counts = sorted({len(group.runs) for group in groups} - {1})
     methods = "; ".join(f"with {count} seeds {interval_method(count)}" for count in counts)
     return (
-        f"Mean over seeds and its interval: {methods or 'single seeds have none'}. Bold: the interval lies apart from "
-        "those of all others, each of at least three seeds (the ranges of three seeds lie apart by chance in one of "
-        "ten cases, of four in one of 35); no bold means that these runs do not tell. Wall-clock seconds are never "
-        "judged: runs that did not take turns on an idle machine tell nothing about it."
+        f"Mean over seeds and its interval: {methods or 'single seeds have none'}. Bold: with 95% the "
+        f"best, by t tests of differences paired by seed, of at least {PAIRED_FROM} seeds in common; no bold means "
+        "that these runs do not tell. Wall-clock seconds are never judged: runs that did not take turns on an idle "
+        "machine tell nothing about it."
     )
 
 
-def _differences(comparison: Comparison) -> list[Part]:
+def _differences(comparison: RunComparison) -> list[Part]:
     """Returns the table of differing keys, with a column for each group."""
     heads = ["key", *(group.name for group in comparison.groups)]
     rows = [[key, *map(format_value, values)] for key, values in comparison.differences.items()]
@@ -216,7 +209,7 @@ def _equation_cards(equations: Mapping[str, str]) -> list[Part]:
     return [Card(join_names(groups), code=equation) for equation, groups in names.items()]
 
 
-def _run_table(comparison: Comparison, folder: Path) -> Fold:
+def _run_table(comparison: RunComparison, folder: Path) -> Fold:
     """Returns one row per run, with a link to its report where it exists."""
     rows = []
     for index, group in enumerate(comparison.groups):

@@ -96,7 +96,7 @@ PANELS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Band:
+class Spread:
     """Mean and range over `steps`; each array is (steps,) float64."""
 
     steps: np.ndarray
@@ -105,7 +105,7 @@ class Band:
     high: np.ndarray
 
 
-def band(series: Sequence[Series]) -> Band | None:
+def band(series: Sequence[Series]) -> Spread | None:
     """Returns mean and range over the steps that all seeds have, or None without any.
 
     Later steps are left out: a mean over the remaining seeds would be biased towards runs that did not stop early.
@@ -116,10 +116,10 @@ def band(series: Sequence[Series]) -> Band | None:
     if not len(steps):
         return None
     table = np.stack([values[np.isin(seed_steps, steps)] for seed_steps, values in series])
-    return Band(steps, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
+    return Spread(steps, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
 
 
-def thinned(band: Band) -> Band:
+def thinned(band: Spread) -> Spread:
     """Returns the band with at most 480 points, which bounds the size of the SVG.
 
     Each point is the mean, the lowest and the highest value of a group of neighbors.
@@ -129,7 +129,7 @@ def thinned(band: Band) -> Band:
         return band
     starts = np.arange(0, len(band.steps), size)
     counts = np.diff(np.append(starts, len(band.steps)))
-    return Band(
+    return Spread(
         band.steps[starts],
         np.add.reduceat(band.mean, starts) / counts,
         np.minimum.reduceat(band.low, starts),

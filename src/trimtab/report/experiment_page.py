@@ -12,12 +12,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from trimtab.intervals import (
-    STUDENT_FROM,
+    PAIRED_FROM,
     UNBOUNDED,
     SeedMean,
-    contenders,
     detectable_lead,
     interval_method,
+    may_be_best,
     seed_interval,
 )
 from trimtab.pages.charts import BLUE, INK, VERMILLION
@@ -38,8 +38,8 @@ class MethodScore:
     collapsed: number of runs that ended below half of their initial accuracy, diverged ones included.
     rank: 1 for the highest mean of the regime.
     behind: accuracy of the regime's first method minus this one, paired by seed.
-    is_best: as good as the best. From five seeds on no method leads it beyond the spread of seeds, and the choice among
-    all methods is accounted for (`intervals.contenders`); with fewer, its range of `behind` contains 0.
+    is_best: as good as the best: no method leads it beyond the spread of seeds, and the choice among all methods is
+    accounted for (`intervals.contenders`).
     detectable: the lead of the first method that these seeds would have shown with a probability of 80%.
     """
 
@@ -111,7 +111,7 @@ def _scores(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Meth
     values = {method: {row["seed"]: _value(row) for row in rows} for method, rows in groups.items()}
     means = {method: float(np.mean(list(by_seed.values()))) for method, by_seed in values.items()}
     best = max(means, key=lambda method: means[method], default="")
-    may_be_best = _may_be_best(values, best)
+    stays = dict(zip(values, may_be_best(list(values.values())), strict=True))
     return {
         method: MethodScore(
             seeds=tuple(values[method]),
@@ -119,7 +119,7 @@ def _scores(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Meth
             accuracy=_interval(list(values[method].values()), (0.0, 1.0)),
             rank=1 + sum(other > means[method] for other in means.values()),
             behind=_interval(_leads(values[best], values[method])),
-            is_best=may_be_best[method],
+            is_best=stays[method],
             detectable=detectable_lead(_leads(values[best], values[method]), len(groups)),
             collapsed=sum(_value(row) < COLLAPSED * (row["accuracy_before"] or 0.0) for row in rows),
             diverged=sum(row["status"] == "diverged" for row in rows),
@@ -131,15 +131,6 @@ def _scores(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Meth
 
 def _value(row: Mapping[str, Any]) -> float:
     return 0.0 if row["accuracy"] is None else float(row["accuracy"])
-
-
-def _may_be_best(values: Mapping[str, Mapping[int, float]], first: str) -> dict[str, bool]:
-    """Returns which methods are as good as the best, from their accuracies by seed; `first` has the highest mean."""
-    if min(map(len, values.values()), default=0) < STUDENT_FROM:
-        return {method: _interval(_leads(values[first], values[method])).low <= 0 for method in values}
-    seeds = sorted(set().union(*values.values()))
-    table = [[by_seed.get(seed, math.nan) for seed in seeds] for by_seed in values.values()]
-    return dict(zip(values, contenders(table), strict=True))
 
 
 def _leads(first: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
@@ -176,8 +167,8 @@ def legend(table: ComparisonTable) -> str:
     rules = " or ".join(f"[{interval_method(count)}]" for count in counts)
     return (
         f"Held-out greedy accuracy after training: mean over seeds{f' {rules}' if rules else ''}, #rank in the regime; "
-        "=: as good as the best by differences paired by seed: from five seeds on the best method is among them with "
-        "95%, although the same seeds chose the first; below five this says little. "
+        "=: as good as the best by differences paired by seed: the best method is among them with 95%, although the "
+        f"same seeds chose the first; fewer than {PAIRED_FROM} seeds tell nothing. "
         f"†: most runs ended below half of where they started. A diverged run counts as 0.{_power_text(table)}"
     )
 
@@ -187,7 +178,7 @@ def _power_text(table: ComparisonTable) -> str:
     texts = []
     for regime in table.regimes:
         others = [score for (_, name), score in table.scores.items() if name == regime and score.rank > 1]
-        known = sorted(score.detectable for score in others if len(score.values) >= STUDENT_FROM)
+        known = sorted(score.detectable for score in others if len(score.values) >= PAIRED_FROM)
         if known:
             texts.append(f"{regime} {known[len(known) // 2]:.3f} (from {known[0]:.3f} to {known[-1]:.3f})")
     return f" A lead of the first that would have been seen with 80%: {', '.join(texts)}." if texts else ""

@@ -50,7 +50,7 @@ LOSSES = {
 }
 ALARMS = {"reward-collapse": "reward", "gradient-norm": "gradient norm", "gradient-explosion": "gradient norm"}
 """Alarms that a verdict repeats, by the name of the check. Those of the other rules are about metrics with a range."""
-State = Literal["healthy", "at times", "outside"]
+MetricState = Literal["healthy", "at times", "outside"]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5
 RULE = (
     "Better or worse than before: held-out accuracy outside the 95% interval of its value before training. Judged over "
@@ -86,7 +86,7 @@ class JudgedMetric:
     """
 
     key: str
-    state: State
+    state: MetricState
     outside: int
     measured: int
     median: float
@@ -402,7 +402,7 @@ def judge_metric(run: Run, key: str) -> JudgedMetric | None:
         for at in equal_parts(len(values))
     ]
     worst = max(phases, key=lambda part: (part.share, max(part.median - high, low - part.median)))
-    state: State = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
+    state: MetricState = "healthy" if not outside.any() else "outside" if worst.share > 0.5 else "at times"
     return JudgedMetric(key, state, int(outside.sum()), len(values), float(np.median(values)), worst)
 
 

@@ -37,7 +37,7 @@ ACCURACY = "eval/<task>/greedy"
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class MetricCurve:
     """A logged metric: its name in the legend, its row of the table, steps and values, both (count,)."""
 
     label: str
@@ -58,9 +58,9 @@ def chart_sections(run: Run) -> list[Section]:
     return sorted(found, key=lambda section: section.title == "Progress and age")
 
 
-def _curves(rows: Sequence[Metric], run: Run) -> list[Curve]:
+def _curves(rows: Sequence[Metric], run: Run) -> list[MetricCurve]:
     """Returns the curves of a chart that hold numbers, without those that repeat another: the total of one part."""
-    curves: list[Curve] = []
+    curves: list[MetricCurve] = []
     for row in rows:
         for curve in _matches(row, run):
             if not any(
@@ -72,17 +72,17 @@ def _curves(rows: Sequence[Metric], run: Run) -> list[Curve]:
     return curves
 
 
-def _matches(row: Metric, run: Run) -> Iterator[Curve]:
+def _matches(row: Metric, run: Run) -> Iterator[MetricCurve]:
     """Yields the curves of a row, in the order of the names that its pattern matches."""
     # A key with a row of its own, such as reward/mean, is none of `reward/<name>`.
     found = [match for match in map(row.pattern.fullmatch, run.keys) if match and metric(match[0]) is row]
     for match in sorted(found, key=lambda match: natural_key(match[0])):
         steps, values = run.series(match[0])
         if len(steps):
-            yield Curve(" ".join(filter(None, [row.curve, *match.groups()])), row, steps, values)
+            yield MetricCurve(" ".join(filter(None, [row.curve, *match.groups()])), row, steps, values)
 
 
-def _chart(title: str, curves: Sequence[Curve], run: Run) -> Chart:
+def _chart(title: str, curves: Sequence[MetricCurve], run: Run) -> Chart:
     """Returns a chart with what each of its metrics is and where it is healthy."""
     rows = {curve.row.key: curve.row for curve in curves}.values()
     if len(rows) == 1:
@@ -112,14 +112,14 @@ def _mark_returns(axes: Axes, run: Run) -> None:
         axes.axvline(one.step, color=INK, linewidth=0.8, linestyle=(0, (1, 1)), label=label)
 
 
-def _paint(axes: Axes, curves: Sequence[Curve], run: Run) -> None:
+def _paint(axes: Axes, curves: Sequence[MetricCurve], run: Run) -> None:
     row = curves[0].row
     if [curve.label for curve in curves] == QUANTILES:
         quantile_bands(axes, curves[0].steps, [curve.values for curve in curves])
     elif "<layer>" in row.key:
         _draw_layers(axes, curves)
     elif row.key == ACCURACY:
-        found = [Curve(task, row, one.steps, one.values) for task, one in run.accuracy().items()]
+        found = [MetricCurve(task, row, one.steps, one.values) for task, one in run.accuracy().items()]
         _draw_curves(axes, found, points=True)
         axes.set_ylim(0, 1)
         return
@@ -131,7 +131,7 @@ def _paint(axes: Axes, curves: Sequence[Curve], run: Run) -> None:
         _shade_healthy(axes, row)
 
 
-def _draw_curves(axes: Axes, curves: Sequence[Curve], *, points: bool = False) -> None:
+def _draw_curves(axes: Axes, curves: Sequence[MetricCurve], *, points: bool = False) -> None:
     """Draws the curves on an axis that the row of the first one asks for."""
     row = curves[0].row
     for index, curve in enumerate(curves):
@@ -152,7 +152,7 @@ def _draw_curves(axes: Axes, curves: Sequence[Curve], *, points: bool = False) -
         start_at_zero(axes, row.high)
 
 
-def _draw_layers(axes: Axes, curves: Sequence[Curve]) -> None:
+def _draw_layers(axes: Axes, curves: Sequence[MetricCurve]) -> None:
     """Draws every layer; of more than six layers five and the range of all over the steps they share."""
     shown = curves
     if len(curves) > len(CYCLE):
@@ -161,7 +161,9 @@ def _draw_layers(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.fill_between(common, table.min(0), table.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
         shown = evenly_spaced(curves, 5)
     names = [f"layer {curve.label}" if curve.label.isdecimal() else curve.label for curve in shown]
-    _draw_curves(axes, [Curve(name, one.row, one.steps, one.values) for name, one in zip(names, shown, strict=True)])
+    _draw_curves(
+        axes, [MetricCurve(name, one.row, one.steps, one.values) for name, one in zip(names, shown, strict=True)]
+    )
     digits(axes.yaxis, 4)
 
 

@@ -28,17 +28,16 @@ from trimtab.pages.page import (
     findings_table,
 )
 from trimtab.report.episode_section import episode_section, sample_block
-from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, State, health
+from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, MetricState, health
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
 from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
-from trimtab.runs.provenance import duration
-from trimtab.runs.reader import Run, Sample, evenly_spaced, read_samples
+from trimtab.runs.reader import ResponseText, Run, evenly_spaced, read_samples
 from trimtab.runs.returns import EVENT
-from trimtab.text import beside, format_value, number, short
+from trimtab.text import beside, duration, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
@@ -87,7 +86,7 @@ def _page(run: Run) -> Page:
             Section("Sampled completions", [*last_turn, *_samples(run.path)] or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
             Section("Where it comes from", starts or [Note("This run has no provenance.json.")]),
-            Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text())])]),
+            Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text(encoding="utf-8"))])]),
         ],
     )
 
@@ -105,7 +104,7 @@ def _events(run: Run) -> list[Part]:
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
     """Returns the metrics that are outside their range with what to do, those at times only in a box to open."""
 
-    def table(state: State) -> list[Part]:
+    def table(state: MetricState) -> list[Part]:
         found = [item for item in verdict.metrics.values() if item.state == state]
         rows = [
             [item.key, beside(item.shown, bounds(item.key), number), item.steps, *_catalog_texts(item.key)]
@@ -218,7 +217,7 @@ def _samples(path: Path) -> list[Part]:
 
 def _sample_step(step: int, file: Path, *, open: bool) -> Fold:
     samples = read_samples(file)
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[ResponseText]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     parts = [part for group in list(groups.values())[:GROUPS_SHOWN] for part in _group(group)]
@@ -226,7 +225,7 @@ def _sample_step(step: int, file: Path, *, open: bool) -> Fold:
     return Fold(f"Step {step}: mean reward {_mean(samples)} over {len(samples)} samples{hidden}", parts, open)
 
 
-def _group(samples: Sequence[Sample]) -> list[Part]:
+def _group(samples: Sequence[ResponseText]) -> list[Part]:
     """Returns the prompt of a group and up to four samples from the highest reward to the lowest."""
     first = samples[0]
     # The last line of a few-shot prompt is often only "Answer:"; the question is the line before.
@@ -241,14 +240,14 @@ def _group(samples: Sequence[Sample]) -> list[Part]:
     ]
 
 
-def _sample_text(sample: Sample) -> Markup:
+def _sample_text(sample: ResponseText) -> Markup:
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
     facts = [parts] if len(sample.rewards) > 1 else []
     facts += ["cut by the length limit"] if sample.finish == "length" else []
     return sample_block(sample.reward, "; ".join(facts), text_block(sample.text or "(empty)"))
 
 
-def _mean(samples: Sequence[Sample]) -> str:
+def _mean(samples: Sequence[ResponseText]) -> str:
     return f"{np.mean([sample.reward for sample in samples]):.3f}" if samples else "–"
 
 

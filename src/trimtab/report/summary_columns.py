@@ -9,7 +9,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from trimtab.intervals import UNBOUNDED, SeedMean, best, seed_interval
+from trimtab.intervals import UNBOUNDED, SeedMean, may_be_best, seed_interval
 from trimtab.pages.page import Cell, Table
 from trimtab.report.groups import Group
 from trimtab.runs.summary import RunSummary, summarize
@@ -37,7 +37,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ColumnResult:
     """One column over all groups: a value per seed (None: not measured), intervals, and the index of the winner."""
 
     column: Column
@@ -51,21 +51,35 @@ def summaries_of(group: Group) -> list[RunSummary]:
     return [summarize(run, "done", float(run.series("time/step")[1].sum())) for run in group.runs]
 
 
-def outcome(column: Column, summaries: Sequence[Sequence[RunSummary]], *, judged: bool = True) -> Outcome | None:
+def outcome(
+    column: Column, groups: Sequence[Group], summaries: Sequence[Sequence[RunSummary]], *, judged: bool = True
+) -> ColumnResult | None:
     """Returns the column over the runs of all groups, or None if no run measured it.
 
-    A winner is determined only if every seed of every group was measured and `judged`, for comparable groups, is set.
+    A winner is determined only where every run was measured, no group has a seed twice, and `judged`, for comparable
+    groups, is set.
     """
     values = [[getattr(summary, column.key) for summary in runs] for runs in summaries]
-    intervals = [seed_interval([value for value in seeds if value is not None], column.limits) for seeds in values]
-    if not any(intervals):
+    known = [[value for value in seeds if value is not None] for seeds in values]
+    if not any(known):
         return None
-    complete = all(value is not None for seeds in values for value in seeds)
-    judged = judged and complete and column.better is not None
-    return Outcome(column, values, intervals, best(intervals, highest=column.better == "high") if judged else None)
+    intervals = [seed_interval(seeds, column.limits) for seeds in known]
+    judged = judged and known == values and all(len(set(group.seeds)) == len(group.seeds) for group in groups)
+    return ColumnResult(column, values, intervals, _winner(column, groups, known) if judged else None)
 
 
-def summary_table(outcomes: Sequence[Outcome], names: Sequence[str], marks: Sequence[Markup]) -> Table:
+def _winner(column: Column, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> int | None:
+    """Returns the only group that may be the best, by differences paired by seed, or None."""
+    if column.better is None or len(groups) < 2:
+        return None
+    sign = 1 if column.better == "high" else -1
+    signed = [[sign * value for value in seeds] for seeds in values]
+    by_seed = [dict(zip(group.seeds, seeds, strict=True)) for group, seeds in zip(groups, signed, strict=True)]
+    stays = may_be_best(by_seed)
+    return stays.index(True) if sum(stays) == 1 else None
+
+
+def summary_table(outcomes: Sequence[ColumnResult], names: Sequence[str], marks: Sequence[Markup]) -> Table:
     """Returns one row per group: mean, interval, and whether it is best. marks: before the names."""
     rows = [
         [Cell(name, mark=mark), *(_cell(item, index) for item in outcomes)]
@@ -74,7 +88,7 @@ def summary_table(outcomes: Sequence[Outcome], names: Sequence[str], marks: Sequ
     return Table(("group", *(item.column.title for item in outcomes)), rows, numeric=range(1, len(outcomes) + 1))
 
 
-def _cell(item: Outcome, index: int) -> Cell:
+def _cell(item: ColumnResult, index: int) -> Cell:
     interval, values = item.intervals[index], item.values[index]
     if interval is None:
         return Cell("–")

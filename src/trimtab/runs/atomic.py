@@ -10,16 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trimtab.errors import TrimtabError
-from trimtab.files import sync
+from trimtab.files import TEMPORARY, replace_file, sync, temporary_path
 
-TEMPORARY = ".trimtab-tmp-"
 REPLACED = ".trimtab-old-"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -27,15 +25,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces the file `path` by `data` atomically. On failure raises `TrimtabError` and keeps the old file."""
     with readable_errors(path):
-        temporary = _temporary_path(path)
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, data)
         sync(path.parent)
 
 
@@ -62,7 +52,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     with readable_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_path(path)
+        temporary = temporary_path(path)
         temporary.mkdir()
         try:
             yield temporary
@@ -86,7 +76,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 def remove_folder(path: Path) -> None:
     """Deletes a folder by renaming it first, so that a partly deleted folder never has its name."""
     with readable_errors(path, "remove"):
-        temporary = _temporary_path(path)
+        temporary = temporary_path(path)
         path.rename(temporary)
         shutil.rmtree(temporary)
 
@@ -138,10 +128,6 @@ def append(descriptor: int, data: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, end)
         raise
-
-
-def _temporary_path(path: Path) -> Path:
-    return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
 
 
 def _apply_umask(folder: Path) -> None:

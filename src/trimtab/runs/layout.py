@@ -65,7 +65,7 @@ def best_checkpoint(root: Path) -> BestCheckpoint | None:
     if not path.exists():
         return None
     try:
-        data = parse_json(regular_file(path).read_text())
+        data = parse_json(regular_file(path).read_text(encoding="utf-8"))
         return BestCheckpoint(int(data["step"]), str(data["metric"]), float(data["value"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         raise TrimtabError(f"{path} is damaged: delete it, the next evaluation marks a best checkpoint again") from None

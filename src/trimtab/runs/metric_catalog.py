@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 K3 = "mismatch/k3"
 
-State = Literal["healthy", "outside", ""]
+ValueState = Literal["healthy", "outside", ""]
 """Whether a value is inside or outside its healthy band; empty if not judged (no band, or not a number)."""
 
 
 @dataclass(frozen=True)
-class Range:
+class ScalePart:
     """A named part of a metric's scale: values above the previous range, up to `high`, and their meaning."""
 
     name: str
@@ -43,7 +43,7 @@ class Metric:
     action: str
     low: float | None = None  # bounds of the band, if it can be given in numbers
     high: float | None = None
-    ranges: tuple[Range, ...] = ()  # of the whole scale, ascending, for metrics that need more than one bound
+    ranges: tuple[ScalePart, ...] = ()  # of the whole scale, ascending, for metrics that need more than one bound
     of: str = ""  # another metric; the bounds then apply to the metric divided by it
     chart: str = ""  # title of the chart in report.html that has it as a curve; metrics of one title share a chart
     curve: str = ""  # its name there, before the `<name>` that a pattern matched
@@ -78,7 +78,7 @@ def sections() -> tuple[Section, ...]:
             part["title"],
             part["about"],
             tuple(
-                Metric(**{**row, "ranges": tuple(Range(**given) for given in row.get("ranges", ()))})
+                Metric(**{**row, "ranges": tuple(ScalePart(**given) for given in row.get("ranges", ()))})
                 for row in part["metric"]
             ),
         )
@@ -94,7 +94,7 @@ def metric(key: str) -> Metric | None:
     return exact or next((row for row in rows if row.pattern.fullmatch(key)), None)
 
 
-def judge(key: str, value: Any) -> State:
+def judge(key: str, value: Any) -> ValueState:
     """Returns the state of the metric `key` at `value` by its healthy band.
 
     For a row with `of`, `value` is the share.
@@ -126,12 +126,12 @@ def bounds(key: str) -> list[float]:
     return [bound for bound in (row.low, row.high, *(part.high for part in row.ranges)) if bound is not None]
 
 
-def k3_ranges() -> dict[str, Range]:
+def k3_ranges() -> dict[str, ScalePart]:
     """Returns the named ranges of k3 by name, ascending: exact, dense, small-dense, moe, beyond."""
     return {part.name: part for part in _k3_row().ranges}
 
 
-def k3_range(k3: float) -> Range:
+def k3_range(k3: float) -> ScalePart:
     """Returns the named range that contains `k3`; NaN belongs to the last one."""
     ranges = _k3_row().ranges
     return next((part for part in ranges if k3 <= part.high), ranges[-1])

@@ -183,11 +183,3 @@ def comparable_setting(part: Mapping[str, Any]) -> str:
     """Returns what must be equal for two starts to be comparable number by number: versions, commit and hardware."""
     names = ("versions.", "commit", "hardware.cpu", "hardware.threads", "hardware.gpus")
     return str([pair for pair in flatten(part).items() if pair[0].startswith(names)])
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration as `42 s`, `3 min 07 s` or `2 h 05 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"

@@ -25,7 +25,7 @@ T = TypeVar("T")
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")
-_SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer", "advantage")
+_SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ResponseText:
     """One trajectory for display. `text` is model output and therefore untrusted."""
 
     group: int
@@ -124,7 +124,6 @@ class Sample:
     text: str
     answer: str = ""
     finish: str = ""
-    advantage: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -170,7 +169,7 @@ def open_table(file: Path, remedy: str = "delete it and write the report again")
         raise TrimtabError(f"{file} is damaged or missing ({reason}): {remedy}") from None
 
 
-def read_samples(file: Path) -> list[Sample]:
+def read_samples(file: Path) -> list[ResponseText]:
     """Reads the trajectories of one file with their texts."""
     with open_table(file) as parquet:
         present = set(parquet.schema_arrow.names)
@@ -179,14 +178,13 @@ def read_samples(file: Path) -> list[Sample]:
             raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file, move it elsewhere")
         table = parquet.read([name for name in _SAMPLE_COLUMNS if name in present])
     return [
-        Sample(
+        ResponseText(
             group=row["group"],
             reward=row["reward"],
             prompt=row.get("prompt_text") or row.get("prompt_id") or "",
             text=row.get("text") or "",
             answer=row.get("answer") or "",
             finish=row.get("finish") or "",
-            advantage=row.get("advantage"),
             rewards=dict(row.get("rewards") or ()),
         )
         for row in table.to_pylist()

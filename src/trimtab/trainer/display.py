@@ -17,9 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.segment import Segment
 
 from trimtab.intervals import wilson
-from trimtab.runs.provenance import duration
 from trimtab.runs.reader import CLIPS
-from trimtab.text import clean, short
+from trimtab.text import clean, duration, short
 
 if TYPE_CHECKING:
     from trimtab.runs.summary import RunSummary

@@ -65,7 +65,7 @@ def _wandb(project: str, run_dir: Path) -> Sink:
     id_file = run_dir / WANDB_ID
     if not id_file.exists():
         atomic.write_text(id_file, secrets.token_hex(4))
-    name, run_id, folder = run_dir.name, id_file.read_text(), str(run_dir)
+    name, run_id, folder = run_dir.name, id_file.read_text(encoding="utf-8"), str(run_dir)
     recipe = tomllib.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
     try:
         run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=folder, config=recipe)

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from tests.support.adapter_calls import CALLS
 
 import trimtab
-from trimtab.adapters.dump import Dump, rows
+from trimtab.adapters import dump
+from trimtab.adapters.dump import Dump, response_rows
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives import PolicyLogps, correct
 
@@ -72,6 +74,19 @@ def test_ranks_write_into_the_same_folder_whoever_is_first(tmp_path: Path) -> No
     assert write(2, 3, Dump(tmp_path / "logps")) == "logps"
 
 
+@pytest.mark.parametrize(("ahead", "earlier", "folder"), [(3600, 0, "logps"), (-3600, 1800, "logps_2")])
+def test_files_are_dated_by_the_clock_of_their_disk(
+    ahead: float, earlier: float, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's clock is an hour ahead: rank 0 wrote just now, in this run. It is an hour behind: that is of an
+    earlier run, half an hour ago."""
+    path, start = Dump(tmp_path / "logps").write(1, [], rank=0), time.time()
+    os.utime(path, (start + 1 - earlier, start + 1 - earlier))
+    monkeypatch.setattr(dump, "_STARTED", start + ahead)
+    monkeypatch.setattr(dump, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+    assert Dump(tmp_path / "logps").write(1, [], rank=1).parent.name == folder
+
+
 def test_calls_of_a_second_loss_are_another_run(tmp_path: Path) -> None:
     logps = PolicyLogps(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2) > 0, proximal=torch.zeros(1, 2))
     first, second = Dump(tmp_path / "logps"), Dump(tmp_path / "logps")
@@ -97,7 +112,7 @@ def test_a_dump_that_is_no_folder_is_named(folder: Any) -> None:
 def test_columns_of_tokens_are_cut_and_what_is_not_finite_becomes_null() -> None:
     values, advantage = torch.tensor([[math.nan, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([0.5, -0.5])
     responses = {"reward": [0.5, math.inf], "advantage": advantage, "absent": None}
-    assert list(rows(torch.tensor([2, 1]), {"entropy": values}, responses)) == [
+    assert list(response_rows(torch.tensor([2, 1]), {"entropy": values}, responses)) == [
         {"entropy": [None, 2.0], "reward": 0.5, "advantage": 0.5},
         {"entropy": [3.0], "reward": None, "advantage": -0.5},
     ]

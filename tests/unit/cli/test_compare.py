@@ -8,12 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 from rich.progress import Progress
+from typer.main import get_command
 
-from trimtab.cli.compare import register
-from trimtab.cli.main import run
-from trimtab.cli.output import MultiValueCommand
+from trimtab.cli.main import app, run
 from trimtab.runs.summary import RunSummary
 from trimtab.trainer import display
 from trimtab.trainer.config import load_config
@@ -21,10 +19,7 @@ from trimtab.trainer.display import PACE_SECONDS, PlainTextConsole, RunsDisplay
 
 
 def parsed(*words: str) -> dict[str, object]:
-    app = typer.Typer()
-    register(app)
-    command = typer.main.get_command(app)
-    assert isinstance(command, MultiValueCommand)
+    command = get_command(app).commands["compare"]  # type: ignore[attr-defined]  # a group
     return dict(command.make_context("compare", list(words)).params)
 
 

@@ -146,10 +146,7 @@ def test_the_name_of_a_page_that_cannot_be_written_is_kept_back(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--redact", "--tokenizer", "x"], "leave out --tokenizer"),
-        (["--json", "--markdown"], "leave one out"),
-    ],
+    [(["--redact", "--tokenizer", "x"], "leave out --tokenizer"), (["--json", "--markdown"], "leave one out")],
 )
 def test_options_that_exclude_each_other(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trimtab.monitor.contradictions import INEQUALITIES, Inequality, contradictions
 from trimtab.monitor.curves import curves_of, known_scalars
-from trimtab.monitor.scalars import judge, lines
+from trimtab.monitor.scalar_output import terminal_lines
+from trimtab.monitor.scalars import judge
 
 FIGURES: Mapping[str, Callable[[np.ndarray], float]] = {
     "k3": lambda d: float((np.expm1(d) - d).mean()),
@@ -47,7 +48,7 @@ def test_a_mean_ratio_that_counts_padding_is_a_finding() -> None:
     right = {name: FIGURES[quantity](d) for quantity, name in NEMO.items()}
     rows = [{"step": step, **right} for step in range(50)]
     assert not judge(rows).contradictions
-    assert any(line.startswith("ok") for line in lines(judge(rows), Path()))
+    assert any(line.startswith("ok") for line in terminal_lines(judge(rows), Path()))
     for row in rows[10:]:
         row["sampling_importance_ratio"] *= 0.06  # divided by all tokens, of which 6% are real
     report = judge(rows)
@@ -55,7 +56,7 @@ def test_a_mean_ratio_that_counts_padding_is_a_finding() -> None:
     one = found["gen_kl_error", "sampling_importance_ratio"]
     assert (one.step, one.count) == (10, 40)
     assert one.least == pytest.approx(0.06 - 1 - math.log(0.06), rel=0.01)  # 1.87
-    assert not any(line.startswith("ok") for line in lines(report, Path()))
+    assert not any(line.startswith("ok") for line in terminal_lines(report, Path()))
 
 
 def test_two_decimals_are_no_contradiction() -> None:

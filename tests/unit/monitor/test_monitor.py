@@ -20,7 +20,7 @@ import trimtab
 from trimtab.adapters.monitoring import opened
 from trimtab.errors import GuardStop, TrimtabError
 from trimtab.monitor import Alarm, Monitor
-from trimtab.monitor.response_sample import Sample
+from trimtab.monitor.response_sample import ResponseSample
 
 
 def test_figures_are_those_of_mismatch_and_of_any_split() -> None:
@@ -123,7 +123,7 @@ def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
 
 
 def test_the_sample_is_bounded_and_fair(tmp_path: Path) -> None:
-    sample, mask = Sample(limit=2000, seed=0), torch.ones(10, 10, dtype=torch.bool)
+    sample, mask = ResponseSample(limit=2000, seed=0), torch.ones(10, 10, dtype=torch.bool)
     for step in range(1000):
         sample.add(mask, {"logp_behavior": -torch.rand(10, 10), "step": step})
         assert len(sample) <= 260
@@ -136,7 +136,7 @@ def test_the_sample_is_bounded_and_fair(tmp_path: Path) -> None:
 
 
 def test_the_sample_keeps_responses_up_to_their_last_trained_token(tmp_path: Path) -> None:
-    sample = Sample(limit=100, seed=0)
+    sample = ResponseSample(limit=100, seed=0)
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
     values = {"step": 7, "reward": torch.tensor([0.5, 1.0, 2.0])}
     sample.add(mask, {"response_ids": torch.arange(12).view(3, 4), **values})
@@ -179,7 +179,7 @@ def test_the_end_of_a_process_leaves_its_rows_and_its_sample(end: str, steps: in
 
 def test_the_file_holds_the_sample_after_every_step(tmp_path: Path) -> None:
     """Also where responses are dropped, after which it is written anew."""
-    sample, appended = Sample(1_000, seed=0), 0
+    sample, appended = ResponseSample(1_000, seed=0), 0
     path, whole = tmp_path / "sample.jsonl", tmp_path / "whole.jsonl"
     for step in range(20):
         one, before = batch(step), path.read_text() if step else ""

@@ -22,7 +22,8 @@ from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.curves import K3, known_scalars
 from trimtab.monitor.log_alarms import LogAlarms
 from trimtab.monitor.scalar_files import find_scalars, read_scalars
-from trimtab.monitor.scalars import METRICS, judge, lines
+from trimtab.monitor.scalar_output import terminal_lines
+from trimtab.monitor.scalars import METRICS, judge
 
 FRAMEWORKS = sorted({scalar.framework for scalar in known_scalars()})
 
@@ -152,15 +153,15 @@ def test_steps_that_are_not_finite_are_left_out_and_said(tmp_path: Path) -> None
     assert found.mismatch.values == (1e-3, 3e-3)
     nothing = judge(read_scalars(write(tmp_path / "log.jsonl", rows[1:3])))
     assert (nothing.steps, nothing.mismatch.not_finite) == (0, 2)
-    assert list(lines(nothing, tmp_path))
-    assert any("rollout_corr/k3_kl is not finite at 2 of 4 steps" in line for line in lines(found, tmp_path))
+    assert list(terminal_lines(nothing, tmp_path))
+    assert any("rollout_corr/k3_kl is not finite at 2 of 4 steps" in line for line in terminal_lines(found, tmp_path))
 
 
 def test_a_mismatch_of_exactly_zero_is_said(tmp_path: Path) -> None:
     name = "train/train_rollout_kl"
     for value, said in ((0.0, True), (1e-12, False)):
         found = judge(read_scalars(write(tmp_path / "log.jsonl", [{"step": 0, name: 0.0}, {"step": 1, name: value}])))
-        assert any("0 at every step" in line for line in lines(found, tmp_path)) is said
+        assert any("0 at every step" in line for line in terminal_lines(found, tmp_path)) is said
 
 
 def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +249,7 @@ def test_no_alarm_is_said_only_where_the_rules_could_judge(
     steps: int, norm: float, expected: list[str], tmp_path: Path
 ) -> None:
     found = judge(read_scalars(write(tmp_path / "log.jsonl", [{"step": i, "grad_norm": norm} for i in range(steps)])))
-    said = list(lines(found, tmp_path))
+    said = list(terminal_lines(found, tmp_path))
     assert [line for line in said if line.split()[0] in ("ok", "note", "fail")] == expected
     assert any("not judged, because it is not logged: length" in line for line in said)
 

@@ -16,10 +16,10 @@ from trimtab.objectives import (
     Band,
     Clipped,
     Divergence,
-    Evidence,
     Mask,
     Objective,
     Ratio,
+    RuleInputs,
     Unclipped,
     Weight,
 )
@@ -42,11 +42,11 @@ class TotalVariation(Mask):
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
 
-    def keep(self, evidence: Evidence) -> Tensor:
-        log = evidence.policy.log
+    def keep(self, inputs: RuleInputs) -> Tensor:
+        log = inputs.policy.log
         # pi - mu = max(pi, mu) (1 - e^-|log w|), without cancellation.
-        gap = log.sign() * (evidence.behavior + log.clamp(min=0)).exp() * -torch.expm1(-log.abs())
-        return ~((gap * evidence.advantage > 0) & (gap.abs() > self.max))
+        gap = log.sign() * (inputs.behavior + log.clamp(min=0)).exp() * -torch.expm1(-log.abs())
+        return ~((gap * inputs.advantage > 0) & (gap.abs() > self.max))
 
     def equation(self) -> str:
         return f"not (A (π − μ) > 0 and |π(y_t) − μ(y_t)| > {self.max:g})"

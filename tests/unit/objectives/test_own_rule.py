@@ -46,13 +46,13 @@ def test_its_equation_and_its_configuration_lines_need_no_other_file():
     assert "+actor_rollout_ref.actor.policy_loss.trimtab.tv_max=0.2" in result["verl"].splitlines()
 
 
-def test_evidence_that_was_not_asked_for_is_refused_not_missing():
+def test_inputs_that_were_not_asked_for_are_refused_not_missing():
     class Forgetful(Band):
         reads = frozenset({"current", "behavior"})
 
     obj = replace(objective(DPPO), masks=(Forgetful("token", 0.5, 2.0),))
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"looks at evidence.mismatch must have 'proximal' among its `reads`"):
+    with pytest.raises(ValueError, match=r"looks at inputs.mismatch must have 'proximal' among its `reads`"):
         obj(PolicyLogps(one, one, mask), one)
 
 

@@ -15,10 +15,10 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import (
     Band,
     Clipped,
-    Evidence,
     Objective,
     PolicyLogps,
     Ratio,
+    RuleInputs,
     State,
     Surrogate,
     Terms,
@@ -212,8 +212,8 @@ class Own(Surrogate):
 class OwnMask(Band):
     kind: torch.dtype | None = torch.float32
 
-    def keep(self, evidence: Evidence) -> Any:
-        kept = super().keep(evidence)
+    def keep(self, inputs: RuleInputs) -> Any:
+        kept = super().keep(inputs)
         return kept.tolist() if self.kind is None else kept.to(self.kind)
 
 

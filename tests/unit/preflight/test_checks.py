@@ -16,9 +16,9 @@ from trimtab.diagnosis.tokens import k3
 from trimtab.errors import TrimtabError
 from trimtab.preflight import checklist
 from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, facts, pair_config
-from trimtab.preflight.checklist import PARTS, prefill, prefill_verdict
+from trimtab.preflight.checklist import PARTS, check_prefill, prefill_verdict
 from trimtab.preflight.engine_pair import EnginePair, common_log_ratio
-from trimtab.preflight.weight_checks import weights
+from trimtab.preflight.weight_checks import check_weights
 from trimtab.runs.provenance import versions
 from trimtab.types import Completion, Engine
 
@@ -48,7 +48,7 @@ def plant(pair: EnginePair, fault: Callable[[Engine], Any], *, visible: bool = F
 
 
 def statuses(pair: EnginePair) -> dict[str, str]:
-    result = checklist.run(pair, [20, 500], {"model": "laboratory"}, lambda _: None)
+    result = checklist.run_checks(pair, [20, 500], {"model": "laboratory"}, lambda _: None)
     assert result.ok == all(check.status != "fail" for check in result.checks)
     return {check.name: check.status for check in result.checks}
 
@@ -105,7 +105,7 @@ def test_a_stale_cache_is_named_after_all_other_checks(make_pair: MakePair, tmp_
     file = tmp_path / "prompts.txt"
     file.write_text("3141592653=\n27=\n")
     pair = plant(make_pair(file=file if lines else None), faults.StaleCache)
-    result = checklist.run(pair, [20], {"model": "laboratory"}, lambda _: None)
+    result = checklist.run_checks(pair, [20], {"model": "laboratory"}, lambda _: None)
     assert "(stale-cache)" in next(check.detail for check in result.checks if check.name == "weights")
 
 
@@ -126,7 +126,7 @@ def test_decoding_is_told_from_the_engine(
     make_pair: MakePair, fault: Callable[[Engine], Any], named: Sequence[str], dtype: str, sets: Sequence[str]
 ) -> None:
     pair = plant(make_pair(dtype, sets), fault)
-    found = prefill(pair, {20: pair.compare(pair.prompts[:16], 20)})
+    found = check_prefill(pair, {20: pair.compare(pair.prompts[:16], 20)})
     assert found.status == "fail"
     assert found.figures is not None
     for name, (words, advice) in PARTS.items():
@@ -137,7 +137,7 @@ def test_decoding_is_told_from_the_engine(
 def test_the_prefill_of_a_healthy_pair(make_pair: MakePair) -> None:
     """With a quantized sampler, its two computations agree far better than it and the trainer."""
     pair = make_pair(sets=[INT8, WARM])
-    found = prefill(pair, {500: pair.compare(pair.prompts[:4], 500)})  # up to the context
+    found = check_prefill(pair, {500: pair.compare(pair.prompts[:4], 500)})  # up to the context
     assert found.figures is not None
     assert found.status == "ok"
     assert found.figures["k3/decode/prefill"] < 1e-10
@@ -178,10 +178,10 @@ def test_a_sampler_that_cannot_score_is_skipped(make_pair: MakePair) -> None:
             raise TrimtabError("start it with --prompt-logprobs")
 
     pair.engine = Refusing(pair.engine)  # pyright: ignore[reportAttributeAccessIssue]
-    found = prefill(pair, samples)
+    found = check_prefill(pair, samples)
     assert (found.status, found.detail) == ("note", "skipped: start it with --prompt-logprobs")
     pair.engine = object()  # pyright: ignore[reportAttributeAccessIssue]
-    assert prefill(pair, samples).detail == "skipped: this sampler cannot score given responses"
+    assert check_prefill(pair, samples).detail == "skipped: this sampler cannot score given responses"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_tensors_in_use_name_what_was_not_published(
     make_pair: MakePair, part: str, sets: Sequence[str], words: str, tensors: int | None
 ) -> None:
     pair = plant(make_pair("bfloat16", sets), lambda e: faults.StaleTensors(e, part), visible=True)
-    found = weights(pair, {})
+    found = check_weights(pair, {})
     assert found.figures is not None
     assert found.status == "fail"
     assert words in found.detail
@@ -214,9 +214,9 @@ def test_tensors_in_use_need_no_mismatch_that_can_be_seen(make_pair: MakePair) -
             return replace(one, logp_behavior=(one.logp_behavior + noise).astype(np.float32))
 
     pair = plant(make_pair(), lambda e: Noisy(e, "layers.1.mlp.down_proj"))
-    assert weights(pair, {}).status == "note"
+    assert check_weights(pair, {}).status == "note"
     pair.weights_in_use = True
-    found = weights(pair, {})
+    found = check_weights(pair, {})
     assert found.status == "fail"
     assert "not published: model.layers.1.mlp.down_proj.weight" in found.detail
 
@@ -233,13 +233,13 @@ def test_an_interrupted_check_gives_the_sampler_its_weights_back(make_pair: Make
 
     pair = plant(make_pair(), Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        weights(pair, {})
+        check_weights(pair, {})
     assert pair.compare(pair.prompts[:4], 8).k3 < 1e-9
 
 
 def test_a_kernel_that_depends_on_the_batch_is_named(make_pair: MakePair) -> None:
     pair = plant(make_pair(), faults.BatchDependent)
-    found = checklist.batch_sizes(pair, {})
+    found = checklist.check_batch_sizes(pair, {})
     assert found.status == "fail"
     assert "batch-invariant" in found.next_step
     assert found.figures is not None
@@ -248,7 +248,7 @@ def test_a_kernel_that_depends_on_the_batch_is_named(make_pair: MakePair) -> Non
 
 def test_raw_log_probs_at_temperature_1_are_a_note(make_pair: MakePair) -> None:
     pair = plant(make_pair(), faults.RawLogprobs)
-    found = checklist.sampling_settings(pair, {})
+    found = checklist.check_sampling_settings(pair, {})
     assert (found.status, found.next_step) == ("note", "")
     assert "at temperature 0.7" in found.detail
 
@@ -257,7 +257,7 @@ def test_weights_and_versions_are_restored(make_pair: MakePair) -> None:
     pair = make_pair()
     before = {name: p.clone() for name, p in pair.trainer.model.named_parameters()}
     first = pair.sample(pair.prompts[:4], 20)
-    assert weights(pair, {}).status == "ok"
+    assert check_weights(pair, {}).status == "ok"
     assert all(torch.equal(before[name], p) for name, p in pair.trainer.model.named_parameters())
     assert not np.any(common_log_ratio(first, pair.sample(pair.prompts[:4], 20)))
 
@@ -267,7 +267,7 @@ def test_what_the_engine_refuses_has_failed(make_pair: MakePair, monkeypatch: py
         raise TrimtabError("set top_p = 1")
 
     monkeypatch.setitem(checklist.CHECKS, "sampling settings", checklist.CheckOfPair("?", refuse))  # pyright: ignore[reportArgumentType]
-    result = checklist.run(make_pair(), [8], {"model": "laboratory"}, lambda _: None)
+    result = checklist.run_checks(make_pair(), [8], {"model": "laboratory"}, lambda _: None)
     [failed] = [check for check in result.checks if check.status == "fail"]
     assert (failed.name, failed.detail) == ("sampling settings", "set top_p = 1")
     assert result.verdict == "not fit to train: sampling settings"
@@ -279,7 +279,7 @@ def test_dropout_is_named(make_pair: MakePair) -> None:
     pair.trainer.model.model.layers[0].mlp.register_forward_hook(
         lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
     )
-    found = checklist.training_mode(pair, samples)
+    found = checklist.check_training_mode(pair, samples)
     assert found.status == "fail"
     assert "dropout" in found.next_step
 

@@ -10,7 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from trimtab.pages.charts import Series, trailing
-from trimtab.report.comparison_figures import PANELS, Band, _draw_group, _draw_panel, _line_style, band, swatch, thinned
+from trimtab.report.comparison_figures import (
+    PANELS,
+    Spread,
+    _draw_group,
+    _draw_panel,
+    _line_style,
+    band,
+    swatch,
+    thinned,
+)
 from trimtab.runs.reader import Run
 
 
@@ -34,12 +43,12 @@ def test_a_thinned_band_contains_all_values() -> None:
     steps = np.arange(1.0, 1202.0)
     low, high = np.zeros(1201), np.ones(1201)
     low[699], high[499] = -5.0, 7.0
-    result = thinned(Band(steps, np.arange(1201.0), low, high))
+    result = thinned(Spread(steps, np.arange(1201.0), low, high))
     assert len(result.steps) == 401
     assert (result.low.min(), result.high.max()) == (-5.0, 7.0)
     assert result.mean[:2].tolist() == [1.0, 4.0]
     assert result.mean[-1] == 1200.0, "the last group has one point"
-    short = Band(steps[:480], steps[:480], low[:480], high[:480])
+    short = Spread(steps[:480], steps[:480], low[:480], high[:480])
     assert thinned(short) is short
 
 

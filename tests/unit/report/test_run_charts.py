@@ -12,15 +12,15 @@ from matplotlib.figure import Figure
 
 from trimtab.pages import charts
 from trimtab.report import run_charts
-from trimtab.report.run_charts import Curve, chart_sections
+from trimtab.report.run_charts import MetricCurve, chart_sections
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
 from trimtab.text import number, short
 
 
-def _curve(values: list[float], *, log: bool = False, high: float | None = None) -> Curve:
+def _curve(values: list[float], *, log: bool = False, high: float | None = None) -> MetricCurve:
     row = Metric("a", "", "", "", "", "", high=high, log=log)
-    return Curve("a", row, np.arange(1, len(values) + 1, dtype=float), np.array(values))
+    return MetricCurve("a", row, np.arange(1, len(values) + 1, dtype=float), np.array(values))
 
 
 def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:

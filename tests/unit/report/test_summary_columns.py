@@ -43,7 +43,7 @@ def group(name: str, *runs: Run, **config: Any) -> Group:
 
 def columns(groups: list[Group], *, judged: bool = True) -> dict[str, Any]:
     summaries = [summaries_of(group) for group in groups]
-    result = [outcome(column, summaries, judged=judged) for column in (*RESULT_COLUMNS, *PROCESS_COLUMNS)]
+    result = [outcome(column, groups, summaries, judged=judged) for column in (*RESULT_COLUMNS, *PROCESS_COLUMNS)]
     return {item.column.key: item for item in result if item}
 
 
@@ -77,6 +77,33 @@ def test_groups_measured_differently_have_no_winner() -> None:
     assert not same_measure(groups)
     assert columns(groups, judged=same_measure(groups))["accuracy"].winner is None
     assert same_measure([group("fast", *FAST), group("slow", *SLOW, optim__lr=1)])
+
+
+def with_accuracies(name: str, *values: float, first: int = 0) -> Group:
+    return group(name, *(run({0: 0.2, 4: value}, seed) for seed, value in enumerate(values, first)))
+
+
+def test_the_winner_leads_by_differences_paired_by_seed() -> None:
+    """Leads of .1, .2 and .3 are t = 3.46, above t(2) = 2.92 at 5%, though the ranges [.5, .9] and [.4, .6] overlap."""
+    ahead, behind = with_accuracies("ahead", 0.5, 0.7, 0.9), with_accuracies("behind", 0.4, 0.5, 0.6)
+    assert columns([ahead, behind])["accuracy"].winner == 0
+    assert columns([behind, ahead])["accuracy"].winner == 1
+    assert columns([ahead])["accuracy"].winner is None, "alone"
+    assert columns([ahead, behind, with_accuracies("third", 0.1, 0.1, 0.1)])["accuracy"].winner is None, (
+        "of three methods t must exceed 4.30"
+    )
+    assert columns([ahead, with_accuracies("late", 0.1, 0.1, 0.1, first=5)])["accuracy"].winner is None, (
+        "no common seed"
+    )
+    twice = Group("twice", [*behind.runs, behind.runs[0]], behind.config)
+    assert columns([ahead, twice])["accuracy"].winner is None, "runs of one seed are not independent"
+
+
+def test_the_lower_mismatch_wins() -> None:
+    low, high = (
+        group(name, *(run({}, seed, mismatch__k3=k3) for seed in range(3))) for name, k3 in (("a", 0.1), ("b", 0.2))
+    )
+    assert columns([low, high])["k3"].winner == 0
 
 
 def test_alike_groups_need_no_caution() -> None:

@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.report.cautions import cautions
 from trimtab.report.groups import group_runs
 from trimtab.report.run_report import write_report
-from trimtab.runs.provenance import duration, read_starts
+from trimtab.runs.provenance import read_starts
 from trimtab.runs.reader import read_run
 
 START: dict[str, Any] = {
@@ -28,11 +28,6 @@ START: dict[str, Any] = {
     "commit": {"id": "0123abc", "modified": True},
     "hardware": {"cpu": "AMD EPYC", "cores": 2, "threads": 1, "memory": 16 * 1024**3, "gpus": ["H200", "H200"]},
 }
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(41.7, "42 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")])
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_page_shows_every_start_and_escapes_it(small_run: Path) -> None:

@@ -92,12 +92,12 @@ def save(
                 if section not in sharded:
                     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
                     save_file(whole, temporary / f"{section}{_SECTION}")
-            (temporary / META).write_text(json.dumps(meta))
+            (temporary / META).write_text(json.dumps(meta), encoding="utf-8")
             for name, data in (files or {}).items():
                 (temporary / name).write_bytes(data)
             items = {item.name: _describe(item) for item in sorted(temporary.iterdir()) if item.is_file()}
             manifest = {"format": FORMAT, "step": step, "files": items | described}
-            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
         ranks.run_on_all_ranks(finish if ranks.is_leader else lambda: None)
     return folder

@@ -200,7 +200,7 @@ def _read(recipe: str | Path) -> dict[str, Any]:
             listing = "`trimtab recipes` lists them; a file ends in .toml, and a run's folder holds its config.toml"
             hint = ("/" in recipe and neighbors(Path(recipe))) or did_you_mean(recipe, recipe_names(), listing)
             raise TrimtabError(f"unknown recipe {recipe!r}{hint}")
-        text = (importlib.resources.files("trimtab.trainer") / "recipes" / f"{recipe}.toml").read_text()
+        text = (importlib.resources.files("trimtab.trainer") / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8")
     else:
         try:
             text = regular_file(recipe).read_text(encoding="utf-8-sig")

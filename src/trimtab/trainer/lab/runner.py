@@ -172,7 +172,7 @@ def read_result(config: Config) -> RunSummary | None:
     _check_settings(folder, config)
     file = folder / RESULT
     try:
-        data = parse_json(regular_file(file).read_text())
+        data = parse_json(regular_file(file).read_text(encoding="utf-8"))
         if not isinstance(data, dict) or set(data) != {field.name for field in fields(RunSummary)}:
             raise ValueError("it is not a result of this version")
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def _check_settings(folder: Path, config: Config) -> None:
             raise TrimtabError(f"{folder} holds files but no run ({CONFIG} is missing): choose another --out")
         return
     try:
-        saved = parse_config(parse_toml(file.read_text()), str(file))
+        saved = parse_config(parse_toml(file.read_text(encoding="utf-8")), str(file))
     except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
     for key, old, new in differences(saved.model_dump(mode="json"), config.model_dump(mode="json")):

@@ -73,7 +73,7 @@ def train_one(config: Config, *, keep: bool, observer: NullObserver, command: st
         status, error = ("diverged" if isinstance(user_error, DivergedError) else "failed"), str(user_error)
     except Exception as exception:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / TRACEBACK).write_text(traceback.format_exc())
+        (folder / TRACEBACK).write_text(traceback.format_exc(), encoding="utf-8")
         status, error = "failed", f"{type(exception).__name__}: {exception} ({folder / TRACEBACK})"
     rows: list[dict[str, Any]] = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
     run = Run(folder, config.model_dump(mode="json"), rows)

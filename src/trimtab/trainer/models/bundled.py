@@ -80,7 +80,7 @@ def _find_gguf() -> tuple[Path, str]:
 
 def _complete(final: Path) -> bool:
     try:
-        sizes = json.loads((final / MANIFEST).read_text())
+        sizes = json.loads((final / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return bool(sizes) and all(_size(final / name) == size for name, size in sizes.items())
@@ -101,7 +101,7 @@ def _build(gguf: Path, final: Path) -> None:
     try:
         convert(gguf, temporary)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(json.dumps(sizes, indent=1))
+        (temporary / MANIFEST).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         if final.exists():

@@ -11,10 +11,7 @@ from trimtab.trainer.config import load_config
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
-    [
-        (["placement=ray", "ray.trainer_gpus=2"], "ray.trainer_gpus"),
-        (["placement=rya"], "placement"),
-    ],
+    [(["placement=ray", "ray.trainer_gpus=2"], "ray.trainer_gpus"), (["placement=rya"], "placement")],
 )
 def test_invalid_settings_are_refused(overrides: list[str], named: str) -> None:
     with pytest.raises(TrimtabError, match=named):

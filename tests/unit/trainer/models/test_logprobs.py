@@ -44,11 +44,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
     },
     # A window in the first layer with rotary angles of its own, norms of queries and keys.
-    "gemma3_text": {
-        "sliding_window": 4,
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 8,
-    },
+    "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 3.0},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},

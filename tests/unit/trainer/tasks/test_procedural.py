@@ -123,11 +123,7 @@ def test_sequences_behave_like_sequences():
     ("name", "options", "words"),
     [
         ("arithmatic", {}, "unknown task 'arithmatic' (did you mean 'arithmetic'?)"),
-        (
-            "zzz",
-            {},
-            "unknown task 'zzz' (known: arithmetic, file, hf, mixture, reasoning-gym, sort, swap-sort)",
-        ),
+        ("zzz", {}, "unknown task 'zzz' (known: arithmetic, file, hf, mixture, reasoning-gym, sort, swap-sort)"),
         ("sort", {"digit": 4}, "unknown option 'digit' (did you mean 'digits'?)"),
         ("sort", {"digits": "many"}, "digits: Input should be a valid integer"),
         ("sort", {"digits": 2, "holdout": 51}, "holdout = 51 leaves too few of the 100 problems"),

@@ -39,10 +39,7 @@ def started(*sets: str) -> dict[str, Any]:
     return stepped_runner.arguments("folder", load_config("quickstart-vllm", sets).engine)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "backend"),
-    [(1, None), (2, "mp"), (8, "mp")],
-)
+@pytest.mark.parametrize(("gpus", "backend"), [(1, None), (2, "mp"), (8, "mp")])
 def test_several_gpus_of_one_process_never_ask_ray(device: Any, gpus: int, backend: str | None) -> None:
     """In an actor vLLM would choose Ray by itself, and wait for a bundle per GPU that the placement group lacks."""
     assert not device.cpu
