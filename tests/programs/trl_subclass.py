@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
 def main() -> None:
-    section = PAGE.read_text(encoding="utf-8").partition("### TRL")[2]
+    section = PAGE.read_text(encoding="utf-8").partition("### TRL without")[2]
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[0], names)  # noqa: S102 - our own page
     # Each generation serves two iterations, without which TRL has no log-probs of its own but with vLLM.

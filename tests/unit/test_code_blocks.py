@@ -45,7 +45,7 @@ ELSEWHERE = {
     ("docs/frameworks.md", 0): "tests/e2e/test_trl_subclass.py",
     ("docs/frameworks.md", 1): "tests/unit/adapters/test_verl_records.py",
     ("docs/frameworks.md", 2): "tests/unit/diagnosis/reading/test_frameworks.py",  # the file that it writes
-    ("docs/adapters.md", 0): "tests/e2e/test_trl_trainer.py",
+    ("docs/trl.md", 0): "tests/e2e/test_trl_trainer.py",
     **{("docs/reference-adapters.md", index): "tests/e2e/test_adapter_recipes.py" for index in (2, 3, 4)},
 }
 
