@@ -123,31 +123,23 @@ class Ratios:
         return bounded(self.log_at(level)).exp()
 
 
-_SYMBOL = {
-    "token": "{0}_t",
-    "sequence": "{0}",
-    "geometric": "{0}_geo",
-    "turn": "{0}_turn",
-    "turn_geometric": "{0}_geo(turn)",
-    "prefix": "{0}_≤t",
-    "prefix_geometric": "{0}_geo(≤t)",
+_FORMS = {
+    "token": ("{}_t", "{}"),
+    "sequence": ("{}", "Π_t {}"),
+    "geometric": ("{}_geo", "(Π_t {})^(1/T)"),
+    "turn": ("{}_turn", "Π_t {} over the tokens of the turn"),
+    "turn_geometric": ("{}_geo(turn)", "(Π_t {})^(1/n) over the n tokens of the turn"),
+    "prefix": ("{}_≤t", "Π_t {} over the tokens up to this one"),
+    "prefix_geometric": ("{}_geo(≤t)", "(Π_t {})^(1/n) over the n tokens up to this one"),
 }
-_VALUE = {
-    "token": "{0} = {1}",
-    "sequence": "{0} = Π_t {1}",
-    "geometric": "{0} = (Π_t {1})^(1/T)",
-    "turn": "{0} = Π_t {1} over the tokens of the turn",
-    "turn_geometric": "{0} = (Π_t {1})^(1/n) over the n tokens of the turn",
-    "prefix": "{0} = Π_t {1} over the tokens up to this one",
-    "prefix_geometric": "{0} = (Π_t {1})^(1/n) over the n tokens up to this one",
-}
+"""The symbol of a ratio at each level, and its value from that of the tokens."""
 
 
 def symbol(letter: str, level: str) -> str:
     """Returns the symbol of a ratio at a level: ρ_t, ρ, ρ_geo, ρ_turn, ρ_geo(turn), ρ_≤t or ρ_geo(≤t)."""
-    return _SYMBOL[level].format(letter)
+    return _FORMS[level][0].format(letter)
 
 
 def definition(letter: str, level: str, numerator: str, denominator: str) -> str:
     """Returns the definition of a ratio's symbol, such as `ρ_t = π_old(y_t)/μ(y_t)`."""
-    return _VALUE[level].format(symbol(letter, level), f"{numerator}(y_t)/{denominator}(y_t)")
+    return f"{symbol(letter, level)} = {_FORMS[level][1].format(f'{numerator}(y_t)/{denominator}(y_t)')}"
