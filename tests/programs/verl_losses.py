@@ -368,8 +368,7 @@ def hydra() -> dict[str, Any] | str:
 def documented() -> list[Any]:
     """Loss and metrics with the lines of docs/verl.md for the surrogate and the mask of docs/objectives.md."""
     page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
-    section = page.partition("## Your own mask")[2].partition("\n## ")[0]
-    lines = re.findall(r"^    (\S+=\S+)$", section, flags=re.MULTILINE)
+    lines = re.findall(r"^    (\S+=\S+)$", page.partition("## Your own mask")[2].split("\n## ")[0], re.MULTILINE)
     rollout, log_ratio = (torch.tensor(x).log() for x in ([[0.5, 0.5], [0.5, 0.004]], [[1.2, 0.8], [1.1, 1.5]]))
     data = dict.fromkeys(("log_prob", "old_log_probs"), rollout + log_ratio)
     data |= {"advantages": torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), "length": torch.tensor([2, 2])}
