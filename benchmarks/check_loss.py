@@ -1,7 +1,7 @@
 """How often `trimtab check-loss` is right: slips, presets without a name, public reports, and losses of TRL and verl.
 
     python benchmarks/check_loss.py slips others more readers names reports
-    python benchmarks/check_loss.py peers        # with TRL and verl installed: the table of docs/results/losses.md
+    python benchmarks/check_loss.py peers        # with TRL and verl installed: docs/results/data/losses.csv
 
 slips, others, more, readers
          planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
@@ -14,6 +14,7 @@ peers    the losses that TRL and verl ship, in our terms.
 
 from __future__ import annotations
 
+import csv
 import inspect
 import random
 import time
@@ -33,7 +34,7 @@ from trimtab.check_loss.signatures import of_function
 from trimtab.objectives import Objective
 from trimtab.objectives.presets import PRESETS, get_preset
 
-PAGE = Path(__file__).parents[1] / "docs" / "results" / "losses.md"
+TABLE = Path(__file__).parents[1] / "docs" / "results" / "data" / "losses.csv"
 NEEDS = {
     "KL over padding": "kl",
     "k1 for k3": "kl",
@@ -163,7 +164,7 @@ def reports() -> None:
 def main() -> None:
     parser = options_of(__doc__, seed=0)
     parser.add_argument("parts", nargs="+", choices=("slips", "others", "more", "readers", "names", "reports", "peers"))
-    parser.add_argument("--out", type=Path, default=PAGE, help="a page that ends in the table of peers, a new one then")
+    parser.add_argument("--out", type=Path, default=TABLE, help="the table of peers, written anew")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -175,9 +176,11 @@ def main() -> None:
     if "reports" in arguments.parts:
         reports()
     if "peers" in arguments.parts:
-        from loss_peers import HEAD, table
+        from loss_peers import table
 
-        arguments.out.write_text(arguments.out.read_text().partition(HEAD)[0] + table())
+        rows = table()
+        with arguments.out.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":

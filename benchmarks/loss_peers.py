@@ -1,4 +1,4 @@
-"""The losses of TRL and verl as installed, in our terms: the table of docs/results/losses.md."""
+"""The losses of TRL and verl as installed, in our terms: docs/results/data/losses.csv."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trimtab.check_loss.signatures import of_function
 
 OF_BEHAVIOR = {"behavior": "old_log_prob"}
 EXPECTED = {"nan", "exponent"}
-"""What nearly all of them have, and the text above the table says."""
+"""What nearly all of them have, and docs/results/losses.md says."""
 TOGETHER = ("two micro-batches together give ", " times the gradient of the whole")
-"""What the text above the table says of `micro-batches`."""
+"""What docs/results/losses.md says of `micro-batches`."""
 
 
 @dataclass
@@ -127,15 +127,13 @@ def short(one: Difference) -> str:
     return one.text.rpartition(": ")[0] if advised else one.text
 
 
-def row(case: Case) -> str:
+def row(case: Case) -> list[str]:
     answer: Answer = check(loss_of(case), ignore=sorted(EXPECTED))
     nearest = answer.nearest[0]
     differing = "; ".join(f"{one.kind}: {short(one)}" for one in nearest.differences) or "equal"
-    return f"| {case.loss} | {case.settings} | `{', '.join(nearest.lines).removeprefix('name = ')}` | {differing} |"
+    return [case.loss, case.settings, f"`{', '.join(nearest.lines).removeprefix('name = ')}`", differing]
 
 
-HEAD = "| loss | settings | nearest objective | what differs |\n|---|---|---|---|\n"
-
-
-def table() -> str:
-    return HEAD + "\n".join(row(case) for case in (*trl_cases(), *verl_cases())) + "\n"
+def table() -> list[list[str]]:
+    head = ["loss", "settings", "nearest objective", "what differs"]
+    return [head, *(row(case) for case in (*trl_cases(), *verl_cases()))]
