@@ -112,12 +112,13 @@ def written(path: Path) -> str:
 
 
 def with_data(page: str) -> str:
-    """docs/results/presets.md on the site: the tables of accuracies under the links to their files."""
-    for name in ("presets", "methods"):
-        link = f"[{name}.csv](data/{name}.csv).\n"
-        with (ROOT / "docs" / "results" / "data" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-            page = page.replace(link, f"{link}\n{table(list(csv.reader(file)))}")
-    return page
+    """A page of docs/results on the site: the table of each file under the line that ends in the link to it."""
+
+    def shown(link: re.Match[str]) -> str:
+        with (ROOT / "docs" / "results" / "data" / link[1]).open(encoding="utf-8", newline="") as file:
+            return f"{link[0]}\n{table(list(csv.reader(file)))}"
+
+    return re.sub(r"\[([\w-]+\.csv)\]\(data/\1\)\.\n", shown, page)
 
 
 if __name__ == "__main__":

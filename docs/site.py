@@ -68,9 +68,10 @@ def collect() -> None:
     docs = PAGES / "docs"
     for name in BUILT.values():
         (docs / page_of(name)).write_text(generator(name)["markdown"](), encoding="utf-8")
-    for name, change, path in (("methods", "with_code", "methods.md"), ("choosing", "with_data", "results/presets.md")):
-        page = docs / path
-        page.write_text(generator(name)[change](page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, change, paths in (("methods", "with_code", "methods.md"), ("choosing", "with_data", "results/*.md")):
+        changed = generator(name)[change]
+        for page in docs.glob(paths):
+            page.write_text(changed(page.read_text(encoding="utf-8")), encoding="utf-8")
     (docs / "recipes.md").write_text(generator("recipes")["markdown"](), encoding="utf-8")
     for name in ("adapters", "detection"):
         with (docs / f"reference-{name}.md").open("a", encoding="utf-8") as file:
