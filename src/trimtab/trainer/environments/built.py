@@ -125,13 +125,13 @@ def build(section: EnvironmentConfig, kind: type | None = None) -> BuiltEnvironm
     if kind is None and section.name == "openenv":
         return _openenv(section)
     label = section.name if kind is None else kind.__name__
-    kind = kind or _class_of(section.name)
-    check_class(kind, label)
+    factory: Any = kind or _class_of(section.name)
+    check_class(factory, label)
     try:
-        inspect.signature(kind).bind(**section.keywords)
+        inspect.signature(factory).bind(**section.keywords)
     except TypeError as error:
         raise TrimtabError(f"environment {label!r}: {error}") from None
-    return BuiltEnvironment(section, label, kind, functools.partial(kind, **section.keywords))
+    return BuiltEnvironment(section, label, factory, functools.partial(factory, **section.keywords))
 
 
 def _class_of(name: str) -> Any:
