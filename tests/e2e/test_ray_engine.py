@@ -23,7 +23,7 @@ from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.cluster.actors import ActorSlots, connect, reserve_slots
 from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, WeightPublisher, build_engines
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.engines.factory import build_engine
+from trimtab.trainer.engines.local_engine import build_engine
 from trimtab.trainer.engines.weight_transfer import share
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rollout.prompts import PromptStream

@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from trimtab.corrections.code_lines import WIDTH, Lines, number
 from trimtab.errors import TrimtabError
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
-from trimtab.objectives.objective import Objective
 from trimtab.types import MIN_BEHAVIOR
+
+if TYPE_CHECKING:
+    from trimtab.objectives.objective import Objective
 
 ARGUMENTS = {
     "current": "log pi of the sampled tokens, (batch, time), a response in each row, with gradient",

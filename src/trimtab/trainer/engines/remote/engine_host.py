@@ -56,7 +56,7 @@ class EngineHost:
     def build(self, config: Config, folder: Path, threads: int) -> None:
         import torch
 
-        from trimtab.trainer.engines.factory import build_engine
+        from trimtab.trainer.engines.local_engine import build_engine
 
         torch.set_num_threads(threads)
         self.engine = build_engine(config, folder)

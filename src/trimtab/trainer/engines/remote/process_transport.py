@@ -23,7 +23,7 @@ class ProcessTransport:
     Its output is not shown on the terminal; the last line is quoted when the process dies.
 
     Args:
-        config, folder: the arguments of `factory.build_engine`.
+        config, folder: the arguments of `local_engine.build_engine`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: that of this process.
     """
