@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.faulty_engines import Wrapped
+from tests.support.faulty_engines import LosesWeights, Wrapped
 from tests.support.run_results import Messages, untimed
 from torch import Tensor
 
@@ -121,26 +121,6 @@ def test_held_out_accuracy_has_the_name_that_the_task_has(tmp_path: Path, monkey
     out = tmp_path / "run"
     train(recipe('guard.on=["reward"]', "guard.every=4", *COLLAPSES, "guard.lr_factor=0.1"), out=out)
     assert any("accuracy" in row.get("guard/event", "") for row in read_metrics(out / METRICS))
-
-
-class LosesWeights(Wrapped):
-    """Keeps its weights from one version on, until a publication is repeated; reports the new version.
-
-    says: whether it says which weights it has, as engines of this package do.
-    """
-
-    def __init__(self, engine: Engine, first: int, *, for_good: bool, says: bool) -> None:
-        super().__init__(engine)
-        self.first, self.for_good, self.repaired = first, for_good, False
-        if not says:
-            self.weight_checksums = None
-
-    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
-        repeated = version == self.engine.policy_version >= self.first and not as_is
-        self.repaired |= repeated and not self.for_good
-        if version >= self.first and not self.repaired and not as_is:
-            weights = [(name, weight.clone()) for name, weight in self.engine.named_weights()]
-        self.engine.update_weights(weights, version, as_is=as_is)
 
 
 def losing(first: int, *, for_good: bool, says: bool = False) -> Any:

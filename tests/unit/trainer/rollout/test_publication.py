@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
-from tests.support.faulty_engines import Wrapped
+from tests.support.faulty_engines import LosesWeights
 
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer.config import load_config
@@ -23,22 +22,9 @@ from trimtab.trainer.rollout.publication import publish
 MODEL, TOKENIZER = laboratory.build(seed=0)
 
 
-class Loses(Wrapped):
-    """Reports the new version and keeps its weights, the first `times` times after the first update."""
-
-    def __init__(self, engine: Any, times: int) -> None:
-        super().__init__(engine)
-        self.times, self.updates = times, 0
-
-    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
-        self.updates += 1
-        if 1 < self.updates <= self.times + 1:
-            weights = [(name, weight.clone()) for name, weight in self.engine.named_weights()]
-        self.engine.update_weights(weights, version, as_is=as_is)
-
-
-def engine(times: int, *, bits: int | None = None, noise: float = 0.0) -> Any:
-    return Loses(EmbeddedEngine(MODEL, TOKENIZER, quantization=WeightQuantization(bits, noise)), times)
+def engine(first: int = 1, *, bits: int | None = None, noise: float = 0.0, **kind: bool) -> LosesWeights:
+    """An embedded engine that loses version `first` and, with `for_good`, all later ones."""
+    return LosesWeights(EmbeddedEngine(MODEL, TOKENIZER, quantization=WeightQuantization(bits, noise)), first, **kind)
 
 
 def changed(size: float) -> Any:
@@ -50,7 +36,7 @@ def changed(size: float) -> Any:
     return model
 
 
-def twice(sampler: Any, model: Any, canary: Canary | None = None) -> list[str]:
+def twice(sampler: LosesWeights, model: Any, canary: Canary | None = None) -> list[str]:
     """Publishes the first weights, then those of `model`; returns why these were published again."""
     publish(sampler, list(MODEL.named_parameters()), 0, canary, canary and canary.predict(MODEL, 0))
     expected = canary and canary.predict(model, 1)
@@ -59,30 +45,28 @@ def twice(sampler: Any, model: Any, canary: Canary | None = None) -> list[str]:
 
 @pytest.mark.parametrize(("bits", "noise"), [(None, 0.0), (4, 0.0), (None, 0.3)])
 def test_a_small_update_that_is_lost_is_seen_at_once_and_repeated(bits: int | None, noise: float) -> None:
-    sampler = engine(1, bits=bits, noise=noise)
+    sampler = engine(bits=bits, noise=noise)
     (line,) = twice(sampler, changed(1e-3))
     assert "is not that of version 1: the publication did not reach it" in line
     assert line.endswith("published the weights again")
     assert sampler.updates == 3
-    healthy = engine(0, bits=bits, noise=noise)
+    healthy = engine(9, bits=bits, noise=noise)
     assert twice(healthy, changed(1e-3)) == []
     assert healthy.updates == 2
 
 
 def test_what_is_lost_twice_is_an_error() -> None:
     with pytest.raises(TrimtabError, match="did not reach it; start the engine again"):
-        twice(engine(2), changed(1e-3))
+        twice(engine(for_good=True), changed(1e-3))
 
 
 def test_an_engine_that_does_not_say_what_it_has_is_checked_by_the_canary() -> None:
     canary = Canary.build(load_config("laboratory", ["engine.canary.every=1"]), TOKENIZER, MODEL)
-    silent = engine(1)
-    silent.weight_checksums = None
+    silent = engine(says=False)
     (line,) = twice(silent, changed(0.5), canary)
     assert line.startswith("canary: ")
     assert silent.updates == 3
-    silent = engine(1)
-    silent.weight_checksums = None
+    silent = engine(says=False)
     assert twice(silent, changed(0.5)) == []
     assert silent.updates == 2
 
@@ -91,7 +75,7 @@ def test_an_engine_that_died_is_not_given_weights_again() -> None:
     def dies() -> Any:
         raise EngineDeadError("gone")
 
-    sampler = engine(0)
+    sampler: Any = engine(9)
     sampler.weight_checksums = dies
     with pytest.raises(EngineDeadError):
         twice(sampler, MODEL)
@@ -99,7 +83,7 @@ def test_an_engine_that_died_is_not_given_weights_again() -> None:
 
 
 def test_checksums_are_those_of_a_few_weights_that_are_used_as_published() -> None:
-    exact, coarse = engine(0).weight_checksums(), engine(0, bits=4).weight_checksums()
+    exact, coarse = engine().weight_checksums(), engine(bits=4).weight_checksums()
     assert len(exact) == SUMMED_WEIGHTS
     assert coarse.keys() != exact.keys(), "rounded matrices are left out"
     for name, (dtype, found) in (*exact.items(), *coarse.items()):
