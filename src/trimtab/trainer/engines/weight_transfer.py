@@ -119,7 +119,7 @@ def checksum(weight: Tensor, dtype: torch.dtype) -> int:
     """Returns the CRC-32 of at most `SUMMED_VALUES` values of a weight, evenly spaced, in `dtype`."""
     flat = weight.detach().reshape(-1)
     values = flat[:: max(1, -(-len(flat) // SUMMED_VALUES))].to("cpu", dtype).contiguous()
-    return crc32(values.view(torch.uint8).numpy())
+    return crc32(values.view(torch.uint8).numpy().data)
 
 
 class SharedWeights:

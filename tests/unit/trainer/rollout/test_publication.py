@@ -22,7 +22,7 @@ from trimtab.trainer.rollout.publication import publish
 MODEL, TOKENIZER = laboratory.build(seed=0)
 
 
-def engine(first: int = 1, *, bits: int | None = None, noise: float = 0.0, **kind: bool) -> LosesWeights:
+def engine(first: int = 1, *, bits: int | None = None, noise: float = 0.0, **kind: bool) -> Any:
     """An embedded engine that loses version `first` and, with `for_good`, all later ones."""
     return LosesWeights(EmbeddedEngine(MODEL, TOKENIZER, quantization=WeightQuantization(bits, noise)), first, **kind)
 
@@ -36,7 +36,7 @@ def changed(size: float) -> Any:
     return model
 
 
-def twice(sampler: LosesWeights, model: Any, canary: Canary | None = None) -> list[str]:
+def twice(sampler: Any, model: Any, canary: Canary | None = None) -> list[str]:
     """Publishes the first weights, then those of `model`; returns why these were published again."""
     publish(sampler, list(MODEL.named_parameters()), 0, canary, canary and canary.predict(MODEL, 0))
     expected = canary and canary.predict(model, 1)
@@ -75,7 +75,7 @@ def test_an_engine_that_died_is_not_given_weights_again() -> None:
     def dies() -> Any:
         raise EngineDeadError("gone")
 
-    sampler: Any = engine(9)
+    sampler = engine(9)
     sampler.weight_checksums = dies
     with pytest.raises(EngineDeadError):
         twice(sampler, MODEL)
