@@ -5,7 +5,7 @@
     python benchmarks/guard.py --figure docs/images/guard.png
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
     python benchmarks/guard.py --changed       # of these, the runs that did not fall: trained with the guard
-    python benchmarks/guard.py --lost 20       # samplers whose weights stop arriving at a random step
+    python benchmarks/guard.py --lost 20 [--silent]    # samplers whose weights stop arriving at a random step
     python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
 `CELLS` are the cells of the fair map whose mean at published settings is more than .05 below that of the same method
@@ -239,10 +239,15 @@ def draw(store: Store, path: Path) -> None:
 
 
 class LosesWeights:
-    """An engine that keeps its weights from one version on, until a publication is repeated; reports the new ones."""
+    """An engine that keeps its weights from one version on, until a publication is repeated; reports the new ones.
 
-    def __init__(self, engine: Engine, first: int) -> None:
+    silent: it does not say which weights it has, so that only statistics can tell.
+    """
+
+    def __init__(self, engine: Engine, first: int, *, silent: bool) -> None:
         self.engine, self.first, self.repaired = engine, first, False
+        if silent:
+            self.weight_checksums = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -254,7 +259,7 @@ class LosesWeights:
         self.engine.update_weights(weights, version, as_is=as_is)
 
 
-def lost_weights(runs: int, names: Sequence[str]) -> Iterable[str]:
+def lost_weights(runs: int, names: Sequence[str], *, silent: bool) -> Iterable[str]:
     """Runs whose sampler gets no new weights from a random step on: how the guard repairs them, by sampler."""
     for name in names or ("on-policy", "bf16", "int8", "int4", "noise"):
         outcomes: Counter[str] = Counter()
@@ -265,7 +270,10 @@ def lost_weights(runs: int, names: Sequence[str]) -> Iterable[str]:
             sets += [ON, "trainer.prompts=8", "log.trajectories_every=0", "checkpoint.every=0"]
 
             def build(config: Config, loaded: LoadedModel, folder: Path, first: int = first) -> list[Any]:
-                return [LosesWeights(engine, first) for engine in build_engines(config, loaded, folder, print)]
+                return [
+                    LosesWeights(engine, first, silent=silent)
+                    for engine in build_engines(config, loaded, folder, print)
+                ]
 
             with tempfile.TemporaryDirectory() as folder:
                 train_run(load_config("laboratory", sets), out=Path(folder) / "run", engines=build)
@@ -320,6 +328,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="draw one run with and without the guard")
     parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
     parser.add_argument("--lost", type=int, metavar="RUNS", help="runs of each sampler that loses its weights")
+    parser.add_argument("--silent", action="store_true", help="of --lost: the samplers do not say what they have")
     parser.add_argument("--rounds", type=int, default=5, help="of --cost")
     given = parser.parse_args()
     if given.cost:
@@ -330,7 +339,7 @@ def main() -> None:
         print(*offline(), sep="\n")
         return
     if given.lost:
-        for line in lost_weights(given.lost, given.only):
+        for line in lost_weights(given.lost, given.only, silent=given.silent):
             print(line, flush=True)
         return
     if given.changed:

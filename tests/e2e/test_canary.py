@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.run_results import untimed
 from tests.support.vllm_support import update
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,6 +21,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.rollout.canary import MARGIN, MIN_BOUND, Canary
+from trimtab.trainer.run import train
 from trimtab.types import Completion, Prompt
 
 pytestmark = pytest.mark.e2e
@@ -309,6 +313,20 @@ def test_every_determines_which_publications_are_checked() -> None:
     assert Canary.build(load_config("quickstart-vllm"), TOKENIZER, model) is not None
 
 
+def test_a_resumed_run_checks_the_same_publications() -> None:
+    model = policy()
+    first, engine = canary(model, "every=2"), engine_of(model)
+    for version in range(4):
+        if (expected := first.predict(model, version)) is not None:
+            engine.update_weights(model.named_parameters(), version)
+            first.check(engine, expected)
+    resumed = canary(model, "every=2")
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    assert resumed.metrics() == first.metrics() != {}
+    assert resumed.predict(model, 3) is None, "a repeated publication is not counted"
+    assert [resumed.predict(model, version) is not None for version in range(4, 8)] == [True, False] * 2
+
+
 def test_the_bound_is_that_of_the_recipe_or_of_the_noise_measured_before() -> None:
     model = policy()
     engine = engine_of(model, torch.bfloat16)
@@ -331,3 +349,15 @@ def test_the_temperature_is_the_runs() -> None:
     watch = Canary.build(config, TOKENIZER, model)
     assert watch is not None
     assert run_canary(watch, engine_of(model), model, 0) < 1e-4
+
+
+def test_a_run_that_is_resumed_between_two_checks_has_the_same_metrics(tmp_path: Path) -> None:
+    sets = ["engine.canary.every=3", "engine.dtype=float32", "optim.schedule=constant", "trainer.prompts=4"]
+    sets += ["trainer.samples=4", "eval.every=0", "eval.problems=4", "checkpoint.every=0", "log.trajectories_every=0"]
+    for name, steps in (("whole", (7,)), ("parts", (3, 4, 7))):
+        for count in steps:
+            resume = (tmp_path / name).exists()
+            train(load_config("laboratory", [*sets, f"trainer.steps={count}"]), out=tmp_path / name, resume=resume)
+    whole, parts = untimed(tmp_path / "whole", "eval/"), untimed(tmp_path / "parts", "eval/")
+    assert whole == parts
+    assert len({row["canary/abs_diff"] for row in whole}) == 3, "after steps 0, 3 and 6"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +19,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.faulty_engines import Wrapped
+from tests.support.faulty_engines import LosesWeights, Wrapped
 from tests.support.run_results import Messages, untimed
 from torch import Tensor
 
 from trimtab.cli.main import run
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import METRICS, list_checkpoints
+from trimtab.runs.layout import CONFIG, METRICS, checkpoint_folder, list_checkpoints
 from trimtab.trainer import tasks
 from trimtab.trainer.checkpoint import snapshot, store
 from trimtab.trainer.config import Config, load_config
@@ -108,8 +108,12 @@ def test_after_so_many_returns_it_stops_with_the_last_good_policy(
 
 
 def test_a_guard_that_returned_cannot_be_left_out_later(saved: Path) -> None:
+    before = {name: (saved / name).read_bytes() for name in (CONFIG, METRICS)}
     with pytest.raises(TrimtabError, match=r"has returned \d times.*resume it with guard\.on"):
         train(recipe(*COLLAPSES, "trainer.steps=30"), out=saved, resume=True)
+    assert {name: (saved / name).read_bytes() for name in before} == before, "a refusal changes nothing"
+    train(recipe(*GUARD, *COLLAPSES, "guard.lr_factor=0.1", "eval.every=8"), out=saved, resume=True)
+    assert "every = 8" in (saved / CONFIG).read_text()
 
 
 def test_held_out_accuracy_has_the_name_that_the_task_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,25 +125,10 @@ def test_held_out_accuracy_has_the_name_that_the_task_has(tmp_path: Path, monkey
     assert any("accuracy" in row.get("guard/event", "") for row in read_metrics(out / METRICS))
 
 
-class LosesWeights(Wrapped):
-    """Keeps its weights from one version on, until a publication is repeated; reports the new version."""
-
-    def __init__(self, engine: Engine, first: int, *, for_good: bool) -> None:
-        super().__init__(engine)
-        self.first, self.for_good, self.repaired = first, for_good, False
-
-    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
-        repeated = version == self.engine.policy_version >= self.first and not as_is
-        self.repaired |= repeated and not self.for_good
-        if version >= self.first and not self.repaired and not as_is:
-            weights = [(name, weight.clone()) for name, weight in self.engine.named_weights()]
-        self.engine.update_weights(weights, version, as_is=as_is)
-
-
-def losing(first: int, *, for_good: bool) -> Any:
+def losing(first: int, *, for_good: bool, says: bool = False) -> Any:
     def build(config: Config, loaded: LoadedModel, folder: Path) -> Sequence[Engine]:
         (engine,) = build_engines(config, loaded, folder, lambda _: None)
-        return [LosesWeights(engine, first, for_good=for_good)]
+        return [LosesWeights(engine, first, for_good=for_good, says=says)]
 
     return build
 
@@ -166,6 +155,29 @@ def test_weights_that_are_lost_for_good_are_a_reason_to_return(tmp_path: Path) -
         train(recipe(*GUARD, *LOSING, "guard.times=0"), out=tmp_path / "run", engines=losing(8, for_good=True))
     rows = read_metrics(tmp_path / "run" / METRICS)
     assert "publication" in rows[-1]["guard/event"]
+
+
+AHEAD = ("engine.workers=1", "trainer.max_lag=2", "objective.name=token-tis")
+COARSE = ("engine.quantize=int4", "engine.noise=0.1")
+
+
+@pytest.mark.parametrize("sets", [(), COARSE, AHEAD], ids=["exact", "coarse", "ahead"])
+def test_weights_that_the_engine_says_it_has_not_are_published_again_at_once(
+    tmp_path: Path, sets: tuple[str, ...]
+) -> None:
+    observer, config = Messages(), recipe(*GUARD, *LOSING, *sets)
+    train(config, out=tmp_path / "run", engines=losing(8, for_good=False, says=True), observer=observer)
+    rows = read_metrics(tmp_path / "run" / METRICS)
+    assert not any("guard/returns" in row for row in rows)
+    (repaired,) = [row for row in rows if "guard/event" in row]
+    assert "is not that of version 8" in repaired["guard/event"]
+    assert repaired["step"] in ((9, 10, 11) if sets is AHEAD else (9,))
+    assert sum("published the weights again" in line for line in observer.lines) == 1
+
+
+def test_an_engine_that_says_twice_that_it_has_not_the_weights_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrimtabError, match="did not reach it; start the engine again"):
+        train(recipe(*GUARD, *LOSING), out=tmp_path / "run", engines=losing(8, for_good=True, says=True))
 
 
 class FailsInTraining(Wrapped):
@@ -207,6 +219,24 @@ def test_losses_that_are_not_finite_return_and_go_on(tmp_path: Path, monkeypatch
     assert "nonfinite" in continued["guard/event"]
     assert rows[-1]["step"] == 10, "no finished step is discarded: skipped updates changed nothing"
     assert rows[-1]["updates"] == 8
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, observer = snapshot.go_back, Messages()
+
+    def from_damaged(trainer: Any, steps: Sequence[int], halvings: int) -> Any:
+        file = checkpoint_folder(trainer.run.checkpoint_root, max(steps)) / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        return own(trainer, steps, halvings)
+
+    monkeypatch.setattr(snapshot, "go_back", from_damaged)
+    becomes_infinite(monkeypatch, range(6, 9))
+    train(recipe(*GUARD, "trainer.steps=10", "eval.every=0"), out=tmp_path / "run", observer=observer)
+    assert sum("step-000008 is damaged" in line and "using step-000004" in line for line in observer.lines) == 1
+    rows = read_metrics(tmp_path / "run" / METRICS)
+    (continued,) = [row for row in rows if "guard/continues_from" in row]
+    assert continued["guard/continues_from"] == 4
+    assert rows[-1]["step"] == 14, "four finished steps are discarded"
 
 
 def test_losses_that_stay_infinite_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,27 @@ class Wrapped:
         return one
 
 
+class LosesWeights(Wrapped):
+    """Keeps its weights from one version on, until a publication is repeated; reports the new version.
+
+    says: whether it says which weights it has, as embedded engines do. updates: how often it was given any.
+    """
+
+    def __init__(self, engine: Engine, first: int, *, for_good: bool = False, says: bool = True) -> None:
+        super().__init__(engine)
+        self.first, self.for_good, self.repaired, self.updates = first, for_good, False, 0
+        if not says:
+            self.weight_checksums = None
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
+        self.updates += 1
+        repeated = version == self.engine.policy_version >= self.first and not as_is
+        self.repaired |= repeated and not self.for_good
+        if version >= self.first and not self.repaired and not as_is:
+            weights = [(name, weight.clone()) for name, weight in self.engine.named_weights()]
+        self.engine.update_weights(weights, version, as_is=as_is)
+
+
 class StaleTensors(Wrapped):
     """Keeps the first value of the tensors whose names contain `part`; reports success."""
 

@@ -8,16 +8,40 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from trimtab.corrections.code_lines import WIDTH, Lines, number
+from trimtab.corrections.masks import Mask
+from trimtab.corrections.ratios import Number
+from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
+from trimtab.objectives.aggregation import Aggregation
+from trimtab.objectives.centering import Centering
+from trimtab.objectives.policies import Ratio
+from trimtab.objectives.regularizers import KL
+from trimtab.objectives.surrogates import Surrogate
 from trimtab.types import MIN_BEHAVIOR
 
-if TYPE_CHECKING:
-    from trimtab.objectives.objective import Objective
+
+class Parts(NamedTuple):
+    """What is read of an `Objective`, by the names of its attributes."""
+
+    name: str
+    ratio: Ratio
+    surrogate: Surrogate
+    weight: Weight | None
+    masks: tuple[Mask, ...]
+    aggregation: Aggregation
+    kl: KL
+    center: Centering | None
+    entropy_coef: Number
+    advantage: str
+    source: str
+    needs: frozenset[str]
+    equation: Callable[[], str]
+
 
 ARGUMENTS = {
     "current": "log pi of the sampled tokens, (batch, time), a response in each row, with gradient",
@@ -55,7 +79,7 @@ ASCII = {
 """How an equation is written in a docstring."""
 
 
-def write(objective: Objective, command: str) -> str:
+def write(objective: Parts, command: str) -> str:
     """Returns the text of the loss function, after those of the whole update if it needs any.
 
     command: what prints it, for the comment at its head. Raises `TrimtabError` for a part whose class has no `code` of
@@ -90,11 +114,11 @@ def write(objective: Objective, command: str) -> str:
     return "\n".join([*head, "import torch", "", "", "\n\n\n".join(functions)]) + "\n"
 
 
-def _lines(objective: Objective) -> Lines:
+def _lines(objective: Parts) -> Lines:
     return Lines(objective.ratio.level, objective.ratio.over, external="off_policy" in objective.needs)
 
 
-def _of_update(objective: Objective) -> dict[str, Lines]:
+def _of_update(objective: Parts) -> dict[str, Lines]:
     """Returns the lines of the functions of the whole update, by what each returns."""
     found: dict[str, Lines] = {}
     if objective.surrogate.collects:
@@ -109,7 +133,7 @@ def _of_update(objective: Objective) -> dict[str, Lines]:
     return found
 
 
-def _keep(objective: Objective, lines: Lines) -> str:
+def _keep(objective: Parts, lines: Lines) -> str:
     """Defines which tokens are kept, with those that the weight rejects if they do not count; returns the name."""
     conditions, weight = [rule.code(lines) for rule in objective.masks], objective.weight
     if objective.aggregation.denominator == "kept" and weight is not None and weight.rejects:
@@ -122,7 +146,7 @@ def _keep(objective: Objective, lines: Lines) -> str:
     return keep
 
 
-def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
+def _loss(objective: Parts, lines: Lines) -> dict[str, str]:
     """Adds the lines of the loss; returns what its denominator is, by the name of the argument."""
     weight, aggregation = objective.weight, objective.aggregation
     factor = lines.define("surrogate", objective.surrogate.code(lines))
@@ -148,7 +172,7 @@ def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
     return given
 
 
-def _regularizers(objective: Objective, lines: Lines) -> list[str]:
+def _regularizers(objective: Parts, lines: Lines) -> list[str]:
     """Returns the terms of the loss that no rule rejects."""
     terms = []
     if objective.kl.coef > 0:
@@ -164,7 +188,7 @@ def _arguments(lines: Lines) -> list[str]:
     return [name for name in ARGUMENTS if name == "mask" or re.search(rf"\b{name}\b", text)]
 
 
-def _selection(objective: Objective, read: Sequence[str]) -> list[str]:
+def _selection(objective: Parts, read: Sequence[str]) -> list[str]:
     """Returns the lines that set numbers to 0 at padding."""
     rows = ["zero = torch.zeros(1, device=mask.device)  # float32, which bfloat16 becomes; float64 stays"]
     for name in (name for name in read if name in (*POLICIES, "entropy", "advantage")):
@@ -180,7 +204,7 @@ def _valid(read: Sequence[str]) -> str:
     return f"valid = {finite}.isfinite().all(){sampled}  # else NaN"
 
 
-def _docstring(objective: Objective, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
+def _docstring(objective: Parts, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
     """Returns the docstring: the equation with its numbers, and the arguments."""
     text = objective.equation()
     for symbol, word in ASCII.items():

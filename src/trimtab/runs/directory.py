@@ -10,7 +10,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -61,6 +62,8 @@ class RunDirectory:
         self._metrics: int | None = None
         self._last_step: int | None = None
         self._new = False
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self.finish_saving: Callable[[], None] = lambda: None  # waits for `finish_later`'s work, and raises its error
         self._take_lock()
 
     @classmethod
@@ -117,8 +120,13 @@ class RunDirectory:
         return (self.path / CONFIG).read_text(encoding="utf-8")
 
     def checkpoints(self) -> list[Path]:
-        """Returns the folders of all checkpoints, oldest first, without validation."""
+        """Returns the folders of all finished checkpoints, oldest first, without validation."""
+        self.finish_saving()
         return list_checkpoints(self.checkpoint_root)
+
+    def finish_later(self, work: Callable[[], None]) -> None:
+        """Calls `work`, which finishes a checkpoint, in a thread; call `finish_saving` before."""
+        self.finish_saving = self._thread.submit(work).result
 
     def trajectory_file(self, step: int) -> Path:
         """Returns the path of the trajectory file of `step`."""
@@ -160,7 +168,8 @@ class RunDirectory:
         move_aside_after(self.checkpoint_root, step)
 
     def close(self) -> None:
-        """Releases the directory. Idempotent."""
+        """Releases the directory, when no thread writes there. Idempotent."""
+        self._thread.shutdown()
         self._close_metrics()
         if self._lock is not None:
             os.close(self._lock)

@@ -215,7 +215,7 @@ class Trainer:
         if replaced := self.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
         if self.guard is not None:
-            metrics |= self.guard.marks()
+            metrics |= self.guard.marks(rollout.republished)
         record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
         of_features: dict[str, Any] = {}
         for feature in self.learner.features:
@@ -254,16 +254,18 @@ class Trainer:
         idle = self.idle.steps if self._is_idle_too_long() else 0
         sign = None if self.guard is None else self.guard.judge(metrics, idle)
         returned = self.guard is not None and sign is not None and self.guard.act(self, sign)
-        if not returned and (self._saves() or snapshot.has_improved(self, evaluated)):
-            snapshot.save(self, evaluated)
+        if not returned:
+            self._save_if_due(evaluated)
         for sink in self.sinks:
             sink.log(metrics["step"], metrics)
         self.observer.step(metrics)
 
-    def _saves(self) -> bool:
-        """Whether a checkpoint is due."""
-        by_guard = self.guard is not None and self.guard.is_due(self.step)
-        return by_guard or self._is_due(self.config.checkpoint.every)
+    def _save_if_due(self, evaluated: dict[str, float]) -> None:
+        """Saves a checkpoint if one is due; training goes on before one that only the guard needs is on the disk."""
+        if self._is_due(self.config.checkpoint.every) or snapshot.has_improved(self, evaluated):
+            snapshot.save(self, evaluated)
+        elif self.guard is not None and self.step % self.config.guard.every == 0:
+            snapshot.save(self, evaluated, wait=False)
 
     def log_restored(self, marks: Mapping[str, Any]) -> None:
         """Evaluates the policy that the guard restored, and logs and saves it as a step of its own."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,39 @@ def test_open_clears_what_a_kill_left(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path) as run:
         assert not list(tmp_path.rglob(f"{atomic.TEMPORARY}*"))
         assert [folder.name for folder in run.checkpoints()] == ["step-000001"]
+
+
+def test_a_checkpoint_that_a_thread_finishes_is_waited_for(tmp_path: Path) -> None:
+    begun, done = threading.Event(), list[str]()
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.05)
+        done.append("finished")
+
+    with RunDirectory.create(tmp_path, CONFIG) as run:
+        run.finish_saving()
+        for count, wait in enumerate(("finish_saving", "checkpoints", "close"), start=1):
+            begun.clear()
+            run.finish_later(work)
+            assert begun.wait(10)
+            assert len(done) == count - 1
+            getattr(run, wait)()
+            assert len(done) == count
+
+
+def test_the_error_of_that_thread_is_raised(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise TrimtabError("the disk is full")
+
+    with RunDirectory.create(tmp_path, CONFIG) as run:
+        run.finish_later(fails)
+        with pytest.raises(TrimtabError, match="the disk is full"):
+            run.finish_saving()
+        with pytest.raises(TrimtabError, match="the disk is full"):
+            run.checkpoints()
+        run.finish_later(lambda: None)
+        assert run.checkpoints() == []
 
 
 def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:

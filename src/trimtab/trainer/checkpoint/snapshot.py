@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from trimtab.errors import TrimtabError
@@ -44,19 +44,25 @@ class TrainerState(Protocol):
     def needed_checkpoints(self) -> set[int]: ...
 
 
-def save(trainer: TrainerState, evaluated: Mapping[str, float]) -> None:
+def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = True) -> None:
     """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
 
-    `evaluated`: the evaluation of this step.
+    evaluated: the evaluation of this step. wait: until it is on the disk; otherwise a thread waits for that and names
+    the checkpoint then. A step that may be the best so far needs `wait`.
     """
-    store.save(trainer.run.checkpoint_root, trainer.step, *capture(trainer, evaluated))
-    _mark_best(trainer, evaluated)
-    store.delete_old(trainer.run.checkpoint_root, trainer.config.checkpoint.keep, trainer.needed_checkpoints())
+    run = trainer.run
+    current_ranks().run_on_all_ranks(run.finish_saving)
+    needed, later = trainer.needed_checkpoints(), None if wait else run.finish_later
+    store.save(run.checkpoint_root, trainer.step, *capture(trainer, evaluated), later=later)
+    if wait:
+        _mark_best(trainer, evaluated)
+    store.delete_old(run.checkpoint_root, trainer.config.checkpoint.keep, needed)
 
 
 def save_if_unsaved(trainer: TrainerState) -> None:
     """Saves the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
-    exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step).is_dir()
+    saved = current_ranks().run_on_all_ranks(trainer.run.checkpoints)
+    exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step) in saved
     if not current_ranks().broadcast_bool(exists):
         save(trainer, {})
 
@@ -125,32 +131,36 @@ def resume(trainer: TrainerState) -> None:
     run = trainer.run
     _check_same_recipe(run, trainer.config)
     checkpoint = store.latest(run.checkpoint_root, notify=trainer.observer.message)
+    if checkpoint is not None:
+        trainer.load_guard_state(checkpoint.meta["guard"])  # before anything changes on the disk: it may refuse
+    if run.writes:
+        atomic.write_text(run.path / CONFIG, trainer.config.dump())
+    run.truncate_after(-1 if checkpoint is None else checkpoint.step)
     if checkpoint is None:
-        run.truncate_after(-1)
         trainer.observer.message(f"no checkpoint in {run.path} yet: starting from the beginning")
         return
-    run.truncate_after(checkpoint.step)
     _restore(trainer, checkpoint)
     if "engine" not in checkpoint.tensors:
         trainer.publish_now()
     trainer.source.restore(checkpoint.tensors, checkpoint.meta["source"], checkpoint.files)
-    trainer.load_guard_state(checkpoint.meta["guard"])
     _mark_best(trainer, checkpoint.meta["measured"])  # in case the run was killed between saving and marking
     trainer.observer.message(f"resumed from {checkpoint.folder}")
 
 
-def go_back(trainer: TrainerState, step: int, halvings: int) -> Mapping[str, Any]:
-    """Restores the policy and the state of `step` in a running trainer, whose steps are numbered on.
+def go_back(trainer: TrainerState, steps: Collection[int], halvings: int) -> store.LoadedCheckpoint:
+    """Restores policy and state of the newest intact of these checkpoints in a running trainer; steps are numbered on.
 
     All responses that are waiting or being generated are dropped, and the engines get the restored weights. halvings:
-    of the bound on the age of tokens. Returns the checkpoint's JSON.
+    of the bound on the age of tokens. Raises `TrimtabError` if none is intact.
     """
-    checkpoint, number = store.read(trainer.run.checkpoint_root, step), trainer.step
+    number = trainer.step
+    checkpoint = store.latest(trainer.run.checkpoint_root, notify=trainer.observer.message, among=steps)
+    assert checkpoint is not None, "the guard saves the policy before the first step"
     _restore(trainer, checkpoint)
     trainer.step, trainer.learner.bad_in_a_row = number, 0
     trainer.publish_now()
     trainer.source.rewind(checkpoint.meta["source"], checkpoint.files, halvings)
-    return checkpoint.meta
+    return checkpoint
 
 
 def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
@@ -173,7 +183,7 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
 
 
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:
-    """Raises `TrimtabError` if keys that affect results have changed; records the new values of the others."""
+    """Raises `TrimtabError` if keys that affect results have changed."""
     saved = parse_config(parse_toml(run.config_toml), str(run.path / CONFIG))
     if saved.placement != config.placement and not _can_change_placement(saved, config):
         raise TrimtabError(
@@ -188,8 +198,6 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
             f"{run.path} was started with another recipe (now: {'; '.join(changed[:3])}): resume with the recipe and "
             "overrides of its config.toml, or choose another --out"
         )
-    if run.writes:
-        atomic.write_text(run.path / CONFIG, config.dump())
 
 
 def _can_change_placement(saved: Config, config: Config) -> bool:

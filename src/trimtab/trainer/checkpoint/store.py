@@ -15,8 +15,8 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,8 @@ def save(
     tensors: Mapping[str, Mapping[str, Tensor]],
     meta: Any,
     files: Mapping[str, bytes] | None = None,
+    *,
+    later: Callable[[Callable[[], None]], None] | None = None,
 ) -> Path:
     """Writes `root/step-<step>` atomically and returns it; a checkpoint of the same step is replaced.
 
@@ -74,13 +76,19 @@ def save(
         tensors: section -> name -> tensor. No two may share memory, see `state_tensors.model_state`.
         meta: JSON values; non-finite floats are allowed, as only `load` reads them.
         files: further files by name.
+        later: gets the call that flushes the files to the disk and then names the checkpoint; default: it is made here.
 
     Raises:
         TrimtabError: the disk is full; earlier checkpoints are unchanged.
     """
     folder, ranks = checkpoint_folder(root, step), current_ranks()
     sharded = {section: named for section, named in sorted(tensors.items()) if any(map(is_sharded, named.values()))}
-    with _new_folder(folder, ranks) as temporary:
+    with ExitStack() as stack:
+
+        def start() -> str:
+            return str(stack.enter_context(atomic.new_folder(folder, replace=True))) if ranks.is_leader else ""
+
+        temporary = Path(ranks.broadcast(ranks.run_on_all_ranks(start).encode()).decode())
         local = ranks.run_on_all_ranks(partial(_write_shards, folder, temporary, sharded, ranks.rank))
         described: dict[str, Any] = {}
         for part in ranks.gather(json.dumps(local).encode()):
@@ -100,6 +108,10 @@ def save(
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
         ranks.run_on_all_ranks(finish if ranks.is_leader else lambda: None)
+        if later is None:
+            ranks.run_on_all_ranks(stack.close)
+        else:
+            later(stack.pop_all().close)
     return folder
 
 
@@ -147,17 +159,21 @@ def _read(folder: Path, needed: Sequence[str], sections: Collection[str] | None)
 
 
 def latest(
-    root: Path, sections: Collection[str] | None = None, notify: Callable[[str], None] | None = None
+    root: Path,
+    sections: Collection[str] | None = None,
+    notify: Callable[[str], None] | None = None,
+    among: Collection[int] | None = None,
 ) -> LoadedCheckpoint | None:
     """Returns the newest intact checkpoint, or None if there are no checkpoints. Changes nothing on disk.
 
     Newer damaged checkpoints are reported through `notify` (default: a `TrimtabWarning`). All ranks must call it, and
-    get the same checkpoint. Raises `TrimtabError` if there are checkpoints but none is intact, so that no run silently
-    starts over.
+    get the same checkpoint. among: the steps to choose from, of the leader; default: all. Raises `TrimtabError` if
+    there are checkpoints but none is intact, so that no run silently starts over.
     """
     skipped: list[str] = []
     ranks = current_ranks()
-    listed = json.loads(ranks.broadcast(json.dumps([folder.name for folder in list_checkpoints(root)]).encode()))
+    names = [one.name for one in list_checkpoints(root) if among is None or checkpoint_step(one) in among]
+    listed = json.loads(ranks.broadcast(json.dumps(names).encode()))
     for folder in (root / name for name in reversed(listed)):
         try:
             checkpoint = _read_on_all_ranks(folder, sections, ranks)
@@ -170,11 +186,6 @@ def latest(
     if skipped:
         raise TrimtabError(f"no intact checkpoint in {root}: {skipped[0]}; start again with another --out")
     return None
-
-
-def read(root: Path, step: int) -> LoadedCheckpoint:
-    """Verifies and reads the checkpoint of `step`. All ranks must call it. Raises `TrimtabError` if it is damaged."""
-    return _read_on_all_ranks(checkpoint_folder(root, step), None, current_ranks())
 
 
 def _read_on_all_ranks(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> LoadedCheckpoint:
@@ -211,18 +222,6 @@ def mark_best(root: Path, step: int, metric: str, value: float) -> None:
         raise ValueError(f"there is no checkpoint of step {step} in {root}")
     if is_best(root, metric, value):
         atomic.write_text(root / BEST, json.dumps({"step": step, "metric": metric, "value": value}))
-
-
-@contextmanager
-def _new_folder(folder: Path, ranks: RankGroup) -> Iterator[Path]:
-    """The leader's `atomic.new_folder`, which all ranks write to; it is renamed when all are done."""
-    with ExitStack() as stack:
-
-        def start() -> str:
-            return str(stack.enter_context(atomic.new_folder(folder, replace=True))) if ranks.is_leader else ""
-
-        yield Path(ranks.broadcast(ranks.run_on_all_ranks(start).encode()).decode())
-        ranks.run_on_all_ranks(stack.close)
 
 
 def _write_shards(

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +39,8 @@ ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
 Entry = Sequence[Any]
 
+SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096
+"""How many weights, and how many values of each, show whether an update arrived."""
 MEMORY = Path("/dev/shm")
 PREFIX = "trimtab-weights-"
 FILE = "model.safetensors"
@@ -106,6 +109,13 @@ class WeightManifest:
         # A sum is one cheap pass, and finite unless values are not or it overflows; then every value is checked.
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             raise TrimtabError(f"weight {name!r} has non-finite values; the engine keeps the weights it has")
+
+
+def checksum(weight: Tensor, dtype: torch.dtype) -> int:
+    """Returns the CRC-32 of at most `SUMMED_VALUES` values of a weight, evenly spaced, in `dtype`."""
+    flat = weight.detach().reshape(-1)
+    values = flat[:: max(1, -(-len(flat) // SUMMED_VALUES))].to("cpu", dtype).contiguous()
+    return crc32(values.view(torch.uint8).numpy().data)
 
 
 class SharedWeights:

@@ -106,10 +106,10 @@ class CanaryFeature(Feature):
         return {"expected": self._canary.predict(model, version)}
 
     def state(self) -> Mapping[str, Any]:
-        return {"canary": self._canary.noise}
+        return {"canary": self._canary.state()}
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
-        self._canary.noise = saved["canary"]
+        self._canary.load_state(saved["canary"])
 
 
 class PolicyKL(Feature):

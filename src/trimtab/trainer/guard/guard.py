@@ -10,18 +10,15 @@ that a run that is killed, also during a return, repeats them.
 from __future__ import annotations
 
 import json
-import math
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trimtab.errors import DivergedError
-from trimtab.monitor.alarms import EXACT, SHIFT_STEPS, WINDOW
+from trimtab.monitor.alarms import SHIFT_STEPS, WINDOW
 from trimtab.monitor.collapse_signs import Sign
 from trimtab.runs.layout import checkpoint_folder, checkpoint_step
 from trimtab.runs.returns import CONTINUES_FROM, EVENT, RETURNS
-from trimtab.text import short
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
 from trimtab.trainer.guard.history import KeptSteps
@@ -44,14 +41,13 @@ class GuardState:
     """What a checkpoint keeps of the guard.
 
     returns: number of returns so far. discarded: steps so far that do not count. lost: those that were sampled without
-    the newest weights. published: k3 before these and in them, if their weights were published again after the last
-    step. marks: metrics that the next step will have. failed: the sign of a step that failed, until the run returns.
+    the newest weights. marks: metrics that the next step will have. failed: the sign of a step that failed, until the
+    run returns.
     """
 
     returns: int = 0
     discarded: int = 0
     lost: list[int] = field(default_factory=list)
-    published: list[float] = field(default_factory=list)
     marks: dict[str, Any] = field(default_factory=dict)
     failed: list[Any] = field(default_factory=list)
 
@@ -92,12 +88,10 @@ class Guard:
         self.return_if_failed(trainer)
         self.raise_if_exhausted(trainer)
 
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is saved after this step."""
-        return step % self.config.every == 0
-
-    def marks(self) -> dict[str, Any]:
-        """Returns metrics of a step: how often the run returned, and what the guard did before the step."""
+    def marks(self, republished: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns metrics of a step: returns so far, and what was done before it; `republished`: why weights were."""
+        for text in republished:
+            self._mark(text)
         marks, self.state.marks = self.state.marks, {}
         return marks | ({RETURNS: self.state.returns} if self.state.returns else {})
 
@@ -109,26 +103,21 @@ class Guard:
         sign = None
         if current_ranks().is_leader:
             self._steps.add(metrics)
-            sign = self._not_repaired() or self._steps.sign(self.config.on)
+            sign = self._steps.sign(self.config.on)
+            if sign is not None and sign.name == LOST:
+                sign = self._if_lost_again(sign)
             if idle and (sign is None or sign.name == LOST):
                 sign = self._no_signal(idle) or sign
         data = json.loads(current_ranks().broadcast(json.dumps(sign).encode()))
         return None if data is None else Sign(*data)
 
-    def _not_repaired(self) -> Sign | None:
-        """Says that weights that were published again did not arrive: k3 is about that without them."""
-        now = self._steps.last_k3
-        if not self.state.published or math.isnan(now):  # not measured in this step: the next one decides
-            return None
-        (before, without), self.state.published = self.state.published, []
-        now = max(now, EXACT)
-        # Without the weights k3 keeps growing; with them it falls, though not to the same value at each publication.
-        if not math.log(now) > (math.log(before) + 3 * math.log(without)) / 4:
-            return None
-        first = min(self.state.lost[-SHIFT_STEPS:])
+    def _if_lost_again(self, sign: Sign) -> Sign:
+        """Returns a reason to return in place of a sign of lost weights if publishing them again has not helped."""
+        first, last = min(self.state.lost[-SHIFT_STEPS:], default=0), max(self.state.lost, default=-WINDOW)
+        if self._steps.numbers[-1] - last > WINDOW:
+            return sign
         healthy = max((number for number in self._steps.numbers if number < first), default=0)
-        text = f"k3 is {short(now)} after the weights were published again, {short(before)} before they were lost"
-        return Sign("mismatch", "publication", text, healthy)
+        return sign._replace(name="publication", text=f"{sign.text}, and they were published again", healthy=healthy)
 
     def _no_signal(self, idle: int) -> Sign | None:
         """Returns the sign of steps without a training signal, unless the reward is as high as before them."""
@@ -151,24 +140,26 @@ class Guard:
         return True
 
     def needed_checkpoints(self, trainer: Guarded) -> set[int]:
-        """Returns the steps of checkpoints that must stay; of the leader, who deletes others."""
-        return self._steps.needed(self._snapshots(trainer), self.config.every)
+        """Returns the steps of checkpoints that must stay with that of this step; of the leader, who deletes others."""
+        return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every)
 
     def _snapshots(self, trainer: Guarded) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without those of discarded steps."""
         counted = {0, *self._steps.numbers}
-        return [step for step in map(checkpoint_step, trainer.run.checkpoints()) if step in counted]
+        saved = current_ranks().run_on_all_ranks(trainer.run.checkpoints)
+        return [step for step in map(checkpoint_step, saved) if step in counted]
 
     def act(self, trainer: Guarded, sign: Sign) -> bool:
         """Publishes lost weights again, or returns to an earlier policy; whether that policy was saved as this step."""
         if sign.name == LOST:
             self._publish_again(trainer, sign)
             return False
-        snapshots = [step for step in self._snapshots(trainer) if step <= sign.healthy] or self._snapshots(trainer)[:1]
-        (start,) = json.loads(current_ranks().broadcast(json.dumps(snapshots[-1:]).encode()))
+        snapshots = self._snapshots(trainer)
+        healthy = [step for step in snapshots if step <= sign.healthy] or snapshots[:1]
         self.state.returns += 1
-        self.state.published, self.state.failed = [], []
-        restored = snapshot.go_back(trainer, start, self.state.returns)["guard"]
+        self.state.failed = []
+        checkpoint = snapshot.go_back(trainer, healthy, self.state.returns)
+        start, restored = checkpoint.step, checkpoint.meta["guard"]
         self.state.discarded = trainer.step - (start - restored.get("discarded", 0))
         # A checkpoint that a return saved has the policy of an earlier step.
         policy = restored.get("marks", {}).get(CONTINUES_FROM, start)
@@ -201,10 +192,7 @@ class Guard:
         trainer.observer.message(text)
         if current_ranks().is_leader:
             self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])
-            without = self._steps.k3(1)[0]
             self._steps.leave_out(lost)
-            before = statistics.median(self._steps.k3(WINDOW) or [EXACT])
-            self.state.published = [max(before, EXACT), without]
 
     @property
     def exhausted(self) -> bool:

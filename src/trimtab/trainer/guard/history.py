@@ -15,8 +15,6 @@ from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, fir
 from trimtab.monitor.scalars import steps_of
 from trimtab.runs.returns import CONTINUES_FROM
 
-K3 = "mismatch/k3"
-
 
 class KeptSteps:
     """The steps of a run that were not discarded, as the rules of the monitor read them, and its evaluations.
@@ -65,17 +63,6 @@ class KeptSteps:
     @property
     def numbers(self) -> list[int]:
         return [step.number for step in self._steps]
-
-    @property
-    def last_k3(self) -> float:
-        """k3 of the last step; NaN if it did not measure it."""
-        return self._steps[-1][K3]
-
-    def k3(self, count: int) -> list[float]:
-        """Returns k3 of the last `count` steps that measured it."""
-        values = (step[K3] for step in reversed(self._steps))
-        found = [value for value in values if math.isfinite(value)][:count]
-        return found[::-1]
 
     def reward_is_low(self, count: int) -> bool:
         """Whether the mean reward of the last `count` steps is below half of the best mean of as many."""

@@ -12,6 +12,7 @@ with the digits of the version, which no cache contains. Which half differs show
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -98,7 +99,6 @@ class Canary:
     """Compares the log-probs of engines with the trainer's at fixed contexts. Shared by all engines of a run.
 
     `noise` is the mean |difference| of the first engine at the first check; the default bound is derived from it.
-    Checkpoints contain it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Canary:
         self._projection: float | None = None  # of the differences on the policy's change, in units of the noise
         self._texts, self._config, self._temperature = texts, config, temperature
         self._autocast, self._tied = autocast, tied
-        self._published = 0
+        self._published, self._version = 0, -1  # number of publications, and the version of the last one
         self._last_checks: WeakKeyDictionary[Engine, _LastCheck] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -140,9 +140,11 @@ class Canary:
     def predict(self, model: nn.Module, version: int) -> CanaryPrediction | None:
         """Returns the log-probs expected of an engine with these weights; None if this update is not checked.
 
-        Call it at every weight update, while `model` has exactly the published weights.
+        Call it at every weight update, while `model` has exactly the published weights. A version that is published
+        again, as by a resumed run, is checked if it was checked before.
         """
-        self._published += 1
+        if version != self._version:
+            self._published, self._version = self._published + 1, version
         if (self._published - 1) % (self._config.every or 1):
             return None
         texts, checked = self._texts_with_version(version), self._config.tokens
@@ -190,6 +192,14 @@ class Canary:
         """Returns the metrics of the last check."""
         values = {"canary/abs_diff": self._difference, "canary/pull": self._projection}
         return {name: value for name, value in values.items() if value is not None}
+
+    def state(self) -> list[float | None]:
+        """Returns what a checkpoint keeps: all but what the engines sampled, which a resumed run starts again."""
+        return [self.noise, self._published, self._version, self._difference, self._projection]
+
+    def load_state(self, saved: Sequence[Any]) -> None:
+        """Restores `state()`."""
+        self.noise, self._published, self._version, self._difference, self._projection = saved
 
     def _sample(self, engine: Engine, expected: CanaryPrediction) -> _EngineSamples:
         """Samples one token at every context with `Engine.generate`."""

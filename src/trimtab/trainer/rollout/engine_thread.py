@@ -17,6 +17,7 @@ from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector
+from trimtab.trainer.rollout.publication import publish
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt, SamplingParams, TurnHandler
@@ -167,9 +168,8 @@ class EngineThread:
 
     def _update_weights(self, update: WeightUpdate) -> None:
         self.version = None
-        self.engine.update_weights(update.weights, update.version)
-        if self.state.canary is not None and update.expected is not None:
-            self.state.canary.check(self.engine, update.expected)
+        stats = publish(self.engine, update.weights, update.version, self.state.canary, update.expected)
+        self.state.buffer.count(stats)
         self.version = update.version
 
     def _generate(self, request: GroupRange) -> GeneratedGroups:

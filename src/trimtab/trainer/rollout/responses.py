@@ -37,6 +37,7 @@ class RolloutStats:
     restarts: int = 0  # engines that were started again
     interrupted: int = 0  # responses that new weights interrupted
     episodes: EpisodeCounts = field(default_factory=EpisodeCounts)  # multi-turn responses and their calls
+    republished: list[str] = field(default_factory=list)  # weights that did not arrive the first time
     errors: list[str] = field(default_factory=list)  # messages for the user
     seconds_generating: float = 0.0
     seconds_scoring: float = 0.0
@@ -45,7 +46,7 @@ class RolloutStats:
     def messages(self) -> list[str]:
         """What went wrong, each message once."""
         failed_calls = self.episodes.message()
-        return [*dict.fromkeys(self.errors), *([] if failed_calls is None else [failed_calls])]
+        return [*dict.fromkeys([*self.republished, *self.errors]), *([] if failed_calls is None else [failed_calls])]
 
     def add(self, other: RolloutStats) -> None:
         for item in fields(self):

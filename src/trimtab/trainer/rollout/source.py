@@ -13,6 +13,7 @@ from torch import Tensor
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
+from trimtab.trainer.rollout.publication import publish
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import Engine
 
@@ -151,9 +152,7 @@ class SyncSource(BufferedSource):
         self.buffer.deliver(request, self.collector.score_groups(request, prompts, completions, stats), stats)
 
     def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
-        self.engine.update_weights(weights, version)
-        if self.canary is not None and expected is not None:
-            self.canary.check(self.engine, expected)
+        self.buffer.count(publish(self.engine, list(weights), version, self.canary, expected))
 
     def evaluate_with(
         self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool

@@ -28,7 +28,7 @@ def resume(folder: Path, saved: Config, config: Config) -> None:
     RunDirectory.create(folder, saved.dump()).close()
     with RunDirectory.open(folder) as run:
         _check_same_recipe(run, config)
-        assert (folder / CONFIG).read_text() == config.dump()
+        assert (folder / CONFIG).read_text() == saved.dump(), "`resume` records it when nothing refuses"
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,29 @@ def test_no_checkpoint_is_none_but_only_damaged_ones_are_an_error(tmp_path: Path
         store.latest(tmp_path)
 
 
+def test_the_newest_intact_one_of_some_steps_is_found(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    assert serials(store.latest(tmp_path, among=[10, 20])) == {20.0}
+    (tmp_path / "step-000020" / "manifest.json").unlink()
+    lines: list[str] = []
+    assert serials(store.latest(tmp_path, notify=lines.append, among=[10, 20])) == {10.0}
+    assert len(lines) == 1
+    assert store.latest(tmp_path, among=[5]) is None
+    with pytest.raises(TrimtabError, match=r"no intact checkpoint.*step-000020"):
+        store.latest(tmp_path, among=[20])
+
+
+def test_one_that_is_finished_later_has_its_values_from_now_and_no_name_until_then(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    calls, changing = list[Any](), contents(20)
+    store.save(tmp_path, 20, changing, {"serial": 20}, later=calls.append)
+    changing["model"]["w"].fill_(0)
+    assert serials(store.latest(tmp_path)) == {10.0}
+    calls[0]()
+    assert serials(store.latest(tmp_path)) == {20.0}
+    assert steps(tmp_path) == [10, 20]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 10)
     store.save(tmp_path, 10, contents(11), {"serial": 11})

@@ -70,10 +70,11 @@ def test_a_resumed_run_reads_the_same_as_a_running_one() -> None:
 
 
 def test_steps_left_out_are_not_read() -> None:
-    kept = KeptSteps("sort", [row(step) for step in range(1, 30)] + [row(30, **{"mismatch/k3": 1.0})])
-    assert kept.k3(2) == [1e-3, 1.0]
-    kept.leave_out([30])
-    assert kept.k3(2) == [1e-3, 1e-3]
+    kept = KeptSteps("sort", [row(step, **{"mismatch/k3": 1.0 if step > 25 else 1e-3}) for step in range(1, 31)])
+    assert kept.sign(["mismatch"]) is not None
+    kept.leave_out([26, 27, 28, 29, 30])
+    assert kept.numbers[-1] == 25
+    assert kept.sign(["mismatch"]) is None
 
 
 def test_reward_is_low_against_the_best_of_as_many_steps() -> None:

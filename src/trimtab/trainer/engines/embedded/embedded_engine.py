@@ -27,7 +27,7 @@ from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION
 from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
-from trimtab.trainer.engines.weight_transfer import WeightManifest
+from trimtab.trainer.engines.weight_transfer import SUMMED_WEIGHTS, WeightManifest, checksum
 from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import round_up
 from trimtab.trainer.models.invariant.kernels import KEY_BLOCK
@@ -169,6 +169,11 @@ class EmbeddedEngine:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Returns the weights in use, not copies."""
         return self._model.named_parameters()
+
+    def weight_checksums(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Returns dtype and checksum of a few weights in use that quantization and noise leave as published."""
+        exact = ((name, one) for name, one in self._model.named_parameters() if name not in self._quantized_names)
+        return {name: (one.dtype, checksum(one, one.dtype)) for name, one in itertools.islice(exact, SUMMED_WEIGHTS)}
 
     def restart(self) -> None:
         """Does nothing: the engine runs in this process."""

@@ -95,6 +95,9 @@ class EngineHost:
     def prefill_logps(self, engine: Any, prompts: Any, completions: Any) -> Any:
         return engine.prefill_logps(prompts, completions)
 
+    def weight_checksums(self, engine: Any) -> Any:
+        return engine.weight_checksums() if hasattr(engine, "weight_checksums") else {}
+
     def send_turn(self, turn: EndedTurn) -> None:
         """Sends a turn to the caller."""
         raise NotImplementedError

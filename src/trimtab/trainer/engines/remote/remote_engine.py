@@ -163,6 +163,10 @@ class RemoteEngine:
         """Returns copies of the weights in use."""
         return self._call("named_weights")
 
+    def weight_checksums(self) -> Any:
+        """See `EmbeddedEngine.weight_checksums`; empty for other engines."""
+        return self._call("weight_checksums")
+
     def restart(self) -> None:
         """Starts a new process if there is none; it has no weights, and `policy_version` is 0 again.
 
