@@ -60,11 +60,14 @@ def printed(text: str) -> Loss:
 
 def variants(name: str) -> Iterator[tuple[str, Objective]]:
     """The preset, and its variants that exist."""
+    preset = get_preset(name)
     for variant, keywords in VARIANTS.items():
         try:
-            yield variant, get_preset(name).with_keywords(keywords)
+            found = preset.with_keywords(keywords)
         except ValueError:
             continue
+        if found != preset.objective or not variant:
+            yield variant, found
 
 
 def slips(group: str) -> None:

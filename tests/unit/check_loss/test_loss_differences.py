@@ -136,6 +136,8 @@ EXP = ".clamp(-20, 20).exp()"
 LATE = "zero)\n    behavior = mask * torch.nn.functional.pad(behavior[:, :-1], (1, 0))\n    advantage ="
 KEPT_IN_ROW = "(losses / keep.sum(1, keepdim=True).clamp(min=1)).sum()"
 RATIO, CLIPPED = "torch.minimum(ratio * advantage, ", "ratio.clamp(0.8, 1.2) * advantage)"
+OF_RATIOS = "torch.where(mask, log_rho.exp(), zero).sum(1, keepdim=True) / length"
+GEOMETRIC = "(log_rho.sum(1, keepdim=True) / length).clamp(-20, 20).exp()"
 PRODUCT = "-torch.minimum(weight * ratio * advantage, (weight * ratio).clamp(0.8, 1.2) * advantage)"
 LIVE = "log_rho = proximal - behavior + current - current.detach()"
 
@@ -174,6 +176,8 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         ("grpo", RATIO + CLIPPED, CLIPPED[:-1], "clip", "the minimum with the term that is not clipped is missing"),
         ("token-tis", "-weight * surrogate", PRODUCT, "weight", "the clip is on the weight times the ratio"),
         ("geo-mask", "(log_rho.sum(1, keepdim=True) / length)", "log_rho", "level", "rejected per token, not per"),
+        ("geo-mask", GEOMETRIC, OF_RATIOS, "level", "bound exp of that mean, not a mean of ratios"),
+        ("token-tis", "rho.clamp(max=2)", "rho.clamp(max=0.5)", "weight", "does beyond a ratio of 0.5"),
         ("seq-mis", "log_rho.sum(1, keepdim=True)", "log_rho", "level", "ratio of the token, not of the product over"),
         ("opsm", "(losses / length).sum()", KEPT_IN_ROW, "denominator", "where advantages differ within a response"),
         (
@@ -194,6 +198,17 @@ def test_a_slip_in_printed_code_is_named_by_its_cause(name: str, right: str, wro
     differences = found(next(value for key, value in names.items() if key.endswith("_loss")), name)
     assert (differences[0][0], said in differences[0][1]) == (kind, True)
     assert not any(" nan " in text for _, text in differences)
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"), [("token-tis", {"normalize": True}), ("geo-mask", {"denominator": "kept"}), ("m2po", {})]
+)
+def test_a_statistic_of_the_micro_batch_is_named(name: str, keywords: dict[str, Any]) -> None:
+    """The printed code has it, where nobody passes that of the update."""
+    names: dict[str, Any] = {}
+    exec(trimtab.objective(name, **keywords).code(), names)  # noqa: S102  what Trimtab prints
+    kind, text = found(next(value for key, value in names.items() if key.endswith("_loss")), name, **keywords)[0]
+    assert (kind, "depends on the others of its micro-batch" in text) == ("batch-statistics", True)
 
 
 def test_a_difference_that_no_probe_is_made_for_is_found_on_random_batches() -> None:
