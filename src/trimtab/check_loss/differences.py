@@ -6,7 +6,7 @@ import importlib.resources
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -102,6 +102,10 @@ class Comparison:
             self._add("alignment", "shifted", times=_range(gradient / flat))
         elif linear and self._dropped(own, other, batch):
             return
+        elif linear and _gap(self.mine.of_others, 1.0) > 1e-6:
+            self._add("batch-statistics", "advantage", times=_range(self.mine.of_others))
+        elif same_value and bool((gradient < 0).all()):
+            self._add("sign", "ratio")
         elif same_value and _gap(gradient, 1.0) > 1e-6:
             self._add("live-weight", "gradient", times=_range(gradient))
         elif not same_value and bool((gradient < 0).all()):
@@ -147,7 +151,9 @@ class Comparison:
 
     def _others(self) -> bool:
         """Whether a response changes the gradient of others, and why."""
-        near, moved = self.mine.split
+        near, (*moved, padded) = self.mine.split
+        if self._has("batch-statistics"):
+            return True
         if any(float(part.max() - part.min()) > 1e-6 for part in near):
             self._add("batch-statistics", "part", times=_range(torch.cat(near)))
             return True
@@ -165,6 +171,9 @@ class Comparison:
                 return True
         if _gap(torch.cat(moved), 1.0) > 1e-6:
             self._add("batch-statistics", "part", times=_range(torch.cat(moved)))
+            return True
+        if _gap(padded, 1.0) > 1e-6:
+            self._add("denominator", "padding", times=_range(padded))
             return True
         return False
 
@@ -202,6 +211,9 @@ class Comparison:
         unused = [probe for probe in (DRIFT, MISMATCH) if probe.policy in expected - used]
         firsts = [(probe.policy, side[0]) for probe in unused for side in mine.bends(probe).values() if side]
         inside = [(name, bend.x) for name, bend in firsts if bend.kind == "jump"]
+        wholes = [replace(probe, span="response") for probe in unused]
+        shift, advantage = torch.tensor([0.1]).double(), SIGNS[positive]
+        elsewhere = [one.policy for one in wholes if _gap(mine.weights(one, shift, advantage), 1.0) > 1e-6]
         if math.isnan(mine.exponents[key]):
             self._add("level", "unread", changes=changes)
         elif inside:
@@ -209,6 +221,10 @@ class Comparison:
             self._add("clip" if name == "current" else "weight", "inside", policy=NAMES[name], ratio=math.exp(x))
         elif not used and expected and any(any(mine.bends(probe).values()) for probe in (DRIFT, DRIFT_ALL)):
             self._add("log-ratio", "constant")
+        elif elsewhere:
+            self._add("level", "elsewhere", policy=NAMES[elsewhere[0]])
+        elif all(abs(own[name] + other[name]) < 2e-3 for name in NAMES):
+            self._add("inverse", "ratio", own=_powers(own), other=_powers(other))
         elif kinked:
             below, above = (abs(mine.exponents[positive, kinked[0], "own", side]) for side in (-1, 1))
             self._add("kink", "powers", below=below, above=above)

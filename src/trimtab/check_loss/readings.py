@@ -172,21 +172,37 @@ class Readings:
 
     @cached_property
     def split(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradient of each of two micro-batches over that of the whole, at its trained tokens.
+        """The gradient of each of two micro-batches over that of the whole, where policies are nearly equal.
 
-        Where policies are nearly equal; and where those of some responses are apart, relative to that.
+        And the same where policies of some responses are apart, relative to that; there also with twice the padding.
         """
         near, apart = (probes.of_lengths([6, 3, 4, 1, 5]) for _ in range(2))
         near["current"] = near["current"] + STEP / 10
         for count, name in enumerate(POLICIES, 1):
             apart[name] = apart[name] + 0.2 * torch.tensor([0, 3, 1, 4, 2])[:, None] * (9 * count * apart[name]).sin()
-        parts = [[self._part(batch, rows) for rows in (slice(2), slice(2, None))] for batch in (near, apart)]
-        return parts[0], [(b / a).nan_to_num(1.0, math.inf) for a, b in zip(*parts, strict=True)]
+        parts = [self._parts(batch) for batch in (near, apart)]
+        return parts[0][:2], [(b / a).nan_to_num(1.0, math.inf) for a, b in zip(*parts, strict=True)]
 
-    def _part(self, batch: Batch, rows: slice) -> Tensor:
-        part = {key: value[rows] for key, value in batch.items()}
-        gradient = self.loss.read(part, Update(batch, 2)).gradient
-        return (gradient / self.loss.read(batch).gradient[rows])[part["mask"]]
+    def _parts(self, batch: Batch) -> list[Tensor]:
+        """Gradients of two micro-batches, and with twice the padding, over those before, at trained tokens."""
+        before, result = self.loss.read(batch).gradient, []
+        for rows in (slice(2), slice(2, None)):
+            part = {key: value[rows] for key, value in batch.items()}
+            result.append((self.loss.read(part, Update(batch, 2)).gradient / before[rows])[part["mask"]])
+        wide = {
+            key: value if key == "advantage" else torch.cat([value, value[:, -2:]], 1) for key, value in batch.items()
+        }
+        return [*result, (self.loss.read(wide).gradient[:, :-2] / before)[batch["mask"]]]
+
+    @cached_property
+    def of_others(self) -> Tensor:
+        """The gradient of responses where the advantage of another one is twice as large, over that before."""
+        batch, _ = self.neutral["plain"]
+        twice = torch.cat([2 * batch["advantage"][:1], batch["advantage"][1:]])
+        before, after = (
+            self.loss.read({**batch, "advantage": given}).gradient for given in (batch["advantage"], twice)
+        )
+        return (after / before)[1:][batch["mask"][1:]].nan_to_num(1.0, math.inf)
 
     @cached_property
     def kl_curve(self) -> Tensor:
