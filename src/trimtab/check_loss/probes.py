@@ -176,9 +176,9 @@ class Loss:
     def read(self, batch: Batch, update: Update | None = None) -> Reading:
         """Evaluates it with gradients. Without `update` the batch is the whole update."""
         names = ("current", "advantage", "head_current", "entropy")
-        leaves = {name: batch[name].clone().requires_grad_() for name in names}
+        leaves = {name: batch[name].detach().requires_grad_() for name in names}
         given = {name: value.clone() for name, value in (batch | leaves).items()}  # no leaves: it may write into them
-        torch.manual_seed(0)  # a loss that draws tokens draws the same ones
+        torch.default_generator.manual_seed(0)  # a loss that draws tokens draws the same ones
         value = self.call(given, Update(given) if update is None else update)
         gradients = map(torch.zeros_like, leaves.values())
         if value.requires_grad:

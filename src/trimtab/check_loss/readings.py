@@ -189,19 +189,16 @@ class Readings:
         for rows in (slice(2), slice(2, None)):
             part = {key: value[rows] for key, value in batch.items()}
             result.append((self.loss.read(part, Update(batch, 2)).gradient / before[rows])[part["mask"]])
-        wide = {
-            key: value if key == "advantage" else torch.cat([value, value[:, -2:]], 1) for key, value in batch.items()
-        }
+        columns = batch.keys() - {"advantage"}
+        wide = batch | {key: torch.cat([batch[key], batch[key][:, -2:]], 1) for key in columns}
         return [*result, (self.loss.read(wide).gradient[:, :-2] / before)[batch["mask"]]]
 
     @cached_property
     def of_others(self) -> Tensor:
         """The gradient of responses where the advantage of another one is twice as large, over that before."""
         batch, _ = self.neutral["plain"]
-        twice = torch.cat([2 * batch["advantage"][:1], batch["advantage"][1:]])
-        before, after = (
-            self.loss.read({**batch, "advantage": given}).gradient for given in (batch["advantage"], twice)
-        )
+        twice = {**batch, "advantage": torch.cat([2 * batch["advantage"][:1], batch["advantage"][1:]])}
+        before, after = (self.loss.read(one).gradient for one in (batch, twice))
         return (after / before)[1:][batch["mask"][1:]].nan_to_num(1.0, math.inf)
 
     @cached_property

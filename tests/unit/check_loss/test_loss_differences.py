@@ -136,6 +136,9 @@ EXP = ".clamp(-20, 20).exp()"
 LATE = "zero)\n    behavior = mask * torch.nn.functional.pad(behavior[:, :-1], (1, 0))\n    advantage ="
 KEPT_IN_ROW = "(losses / keep.sum(1, keepdim=True).clamp(min=1)).sum()"
 RATIO, CLIPPED = "torch.minimum(ratio * advantage, ", "ratio.clamp(0.8, 1.2) * advantage)"
+LENGTH = "length = mask.sum(1, keepdim=True).clamp(min=1)"
+OF_WIDTH = "length = torch.full_like(mask[:, :1], mask.shape[1], dtype=torch.long)"
+AVERAGED = "weight = (weight * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)\n    losses ="
 OF_RATIOS = "torch.where(mask, log_rho.exp(), zero).sum(1, keepdim=True) / length"
 GEOMETRIC = "(log_rho.sum(1, keepdim=True) / length).clamp(-20, 20).exp()"
 PRODUCT = "-torch.minimum(weight * ratio * advantage, (weight * ratio).clamp(0.8, 1.2) * advantage)"
@@ -155,7 +158,7 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         ("geo-mask", "log_rho.sum(1, keepdim=True)", "log_rho.sum()", "batch-statistics", "over the wrong axis"),
         ("token-tis", "losses =", NORMALIZED, "batch-statistics", "divided by their mean over the batch"),
         ("geo-mask", "return torch.where(", OF_KEPT, "denominator", "tokens that the mask rejects are not counted"),
-        ("icepop", "length = mask.sum(1, keepdim=True).clamp(min=1)", OF_KEPT_IN_ROW, "denominator", "1.333 times"),
+        ("icepop", LENGTH, OF_KEPT_IN_ROW, "denominator", "1.333 times"),
         ("geo-mask", "tokens = mask.sum()", "tokens = keep.sum()", "default", "has 3 times the gradient with them"),
         ("token-tis", "tokens = mask.sum()", "tokens = 2 * mask.sum()", "default", "the count of the batch"),
         ("grpo", "log_ratio = current - proximal", ROUNDED, "rounding", "compute in float32"),
@@ -178,6 +181,19 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         ("geo-mask", "(log_rho.sum(1, keepdim=True) / length)", "log_rho", "level", "rejected per token, not per"),
         ("geo-mask", GEOMETRIC, OF_RATIOS, "level", "bound exp of that mean, not a mean of ratios"),
         ("token-tis", "rho.clamp(max=2)", "rho.clamp(max=0.5)", "weight", "does beyond a ratio of 0.5"),
+        ("token-tis", "losses =", "weight = weight[:, :1]\n    losses =", "level", "take the token's own"),
+        ("token-tis", "losses =", AVERAGED, "level", "of the mean over the response, not of the ratio of the token"),
+        ("grpo", "current - proximal", "proximal - current", "sign", "is the ratio upside down"),
+        ("cispo", "current - proximal", "proximal - current", "inverse", "the ratio is upside down"),
+        ("grpo", "mask, advantage, zero", "mask, advantage.roll(1, 0), zero", "batch-statistics", "its own advantage"),
+        (
+            "grpo",
+            "-surrogate, 0.0)",
+            "-surrogate, 0.0).clamp(-9, 9)",
+            "normalized-advantage",
+            "100 times as large give",
+        ),
+        ("gspo", LENGTH, OF_WIDTH, "denominator", "not the width of the batch"),
         ("seq-mis", "log_rho.sum(1, keepdim=True)", "log_rho", "level", "ratio of the token, not of the product over"),
         ("opsm", "(losses / length).sum()", KEPT_IN_ROW, "denominator", "where advantages differ within a response"),
         (
