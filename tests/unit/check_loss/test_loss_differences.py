@@ -190,13 +190,7 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         ("gspo", LENGTH, OF_WIDTH, "denominator", "not the width of the batch"),
         ("seq-mis", "log_rho.sum(1, keepdim=True)", "log_rho", "level", "ratio of the token, not of the product over"),
         ("opsm", "(losses / length).sum()", KEPT_IN_ROW, "denominator", "where advantages differ within a response"),
-        (
-            "dppo",
-            "tokens = mask.sum()",
-            "tokens = keep.sum()",
-            "default",
-            "tokens that the mask rejects are not counted",
-        ),
+        ("dppo", "tokens = mask.sum()", "tokens = keep.sum()", "default", "that the mask rejects are not counted"),
         ("dppo", "losses = torch.where(keep, -", "losses = torch.where(mask, -", "clip", "π/μ of a"),
     ],
 )
