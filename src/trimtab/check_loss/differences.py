@@ -104,7 +104,7 @@ class Comparison:
             return
         elif linear and _gap(self.mine.of_others, 1.0) > 1e-6:
             self._add("batch-statistics", "advantage", times=_range(self.mine.of_others))
-        elif same_value and bool((gradient < 0).all()):
+        elif same_value and _gap(gradient, -1.0) < 1e-6:
             self._add("sign", "ratio")
         elif same_value and _gap(gradient, 1.0) > 1e-6:
             self._add("live-weight", "gradient", times=_range(gradient))
