@@ -1,12 +1,12 @@
 """How often `trimtab check-loss` is right: slips, presets without a name, public reports, and losses of TRL and verl.
 
-    python benchmarks/check_loss.py slips others more readers names reports
+    python benchmarks/check_loss.py slips others more readers blind last names reports
     python benchmarks/check_loss.py peers        # with TRL and verl installed: the table of docs/results/losses.md
 
-slips, others, more, readers
-         planted in the printed code of every preset, with a KL term, and with a dual clip: is the slip the first
-         difference that is named? `others` and `more` were written when the probes were finished, and `readers` by
-         a second author, before the probes for them. With `slips`, the printed code itself must be called equal.
+slips, others, more, readers, blind, last
+         planted in the printed code of every preset and of variants of it: is the slip the first difference that is
+         named? loss_slips.toml says when each set was written. With `slips`, the printed code itself must be called
+         equal.
 names    presets with bounds drawn at random, without a name: is it among those called equal, with which bounds?
 reports  losses of public reports, rebuilt in a few lines.
 peers    the losses that TRL and verl ship, in our terms.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import trimtab
-from loss_slips import MORE, OTHERS, READERS, REPORTS, SLIPS, Plant
+from loss_slips import REPORTS, SETS, VARIANTS
 from shared import options_of
 from trimtab.check_loss.check import check
 from trimtab.check_loss.probes import Batch, Loss, Update, of_objective
@@ -34,60 +34,55 @@ from trimtab.objectives import Objective
 from trimtab.objectives.presets import PRESETS, get_preset
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "losses.md"
-NEEDS = {
-    "KL over padding": "kl",
-    "k1 for k3": "kl",
-    "KL the other way round": "kl",
-    "KL coefficient ten times": "kl",
-    "no dual clip": "dual",
-}
-"""Slips that need a variant of an objective."""
 
 
 def printed(text: str) -> Loss:
     """Returns printed code as a loss. A second function, if there is one, takes the whole update first."""
     names: dict[str, Any] = {}
     exec(text, names)  # noqa: S102  what Trimtab prints
-    functions = [value for value in names.values() if inspect.isfunction(value)]
-    limits = [one for one in functions if one.__name__.endswith("_limit")]
-    loss = next(one for one in functions if one.__name__.endswith("_loss"))
-    trained = {"trained_responses": "responses"} if "responses with a trained token" in text else {}
-    if not limits:
-        return of_function(loss, trained)
-    parameters = inspect.signature(limits[0]).parameters
+    *firsts, loss = (value for value in names.values() if inspect.isfunction(value))
+    if not firsts:
+        return of_function(loss, {"trained_responses": "responses"} if "responses with a trained" in text else {})
+    taken = inspect.signature(loss).parameters
 
     def call(batch: Batch, update: Update) -> torch.Tensor:
-        given = {name: batch[name] for name in inspect.signature(loss).parameters if name in batch}
-        limit = limits[0](*(update.batch[name].detach() for name in parameters))
-        return loss(**given, limit=limit, tokens=update.tokens)
+        whole = {
+            next(name for name in taken if first.__name__.endswith(f"_{name}")): first(
+                *(update.batch[name].detach() for name in inspect.signature(first).parameters)
+            )
+            for first in firsts
+        }
+        given = {**batch, "tokens": update.tokens, "responses": update.responses, **whole}
+        return loss(**{name: given[name] for name in taken if name in given})
 
     return Loss(loss.__name__, call)
 
 
 def variants(name: str) -> Iterator[tuple[str, Objective]]:
-    """The preset; with a KL term; with a dual clip, where it has none."""
-    yield "", trimtab.objective(name)
-    for variant, keywords in (("kl", {"kl_coef": 0.04}), ("dual", {"clip_dual": 3.0})):
+    """The preset, and its variants that exist."""
+    preset = get_preset(name)
+    for variant, keywords in VARIANTS.items():
         try:
-            yield variant, get_preset(name).with_keywords(keywords)
+            found = preset.with_keywords(keywords)
         except ValueError:
             continue
+        if found != preset.objective or not variant:
+            yield variant, found
 
 
-def slips(planted: dict[str, tuple[Plant, set[str]]]) -> None:
-    counts = {slip: [0, 0] for slip in planted}
+def slips(group: str) -> None:
+    counts = {slip: [0, 0] for slip in SETS[group]}
     missed, right, checks, began = [], [0, 0], 0, time.perf_counter()
     for name in PRESETS:
         for variant, objective in variants(name):
             text = objective.code()
-            if planted is SLIPS:
+            if group == "slips":
                 found = check(printed(text), objective, spec=name).differences
                 right = [right[0] + (not found), right[1] + 1]
                 missed += [(name, variant, "the right loss", found[:2])] if found else []
-            for slip, (plant, kinds) in planted.items():
-                has_dual = variant == "" and getattr(objective.surrogate, "dual", None) is not None
-                wanted = NEEDS.get(slip, "")
-                if wanted != variant and not (wanted == "dual" and has_dual):
+            own_dual = variant == "" and getattr(objective.surrogate, "dual", None) is not None
+            for slip, (plant, kinds, needs) in SETS[group].items():
+                if variant not in needs and not ("own" in needs and own_dual):
                     continue
                 wrong = plant(text)
                 if wrong is None:
@@ -97,7 +92,7 @@ def slips(planted: dict[str, tuple[Plant, set[str]]]) -> None:
                 good = bool(found) and found[0].kind in kinds
                 counts[slip] = [counts[slip][0] + good, counts[slip][1] + 1]
                 missed += [] if good else [(name, variant, slip, found[:2])]
-    if planted is SLIPS:
+    if group == "slips":
         print(f"right losses called equal: {right[0]} of {right[1]}")
     for slip, (good, of) in counts.items():
         print(f"  {slip:32} {good:3} of {of:3}")
@@ -162,14 +157,14 @@ def reports() -> None:
 
 def main() -> None:
     parser = options_of(__doc__, seed=0)
-    parser.add_argument("parts", nargs="+", choices=("slips", "others", "more", "readers", "names", "reports", "peers"))
+    parser.add_argument("parts", nargs="+", choices=(*SETS, "names", "reports", "peers"))
     parser.add_argument("--out", type=Path, default=PAGE, help="a page that ends in the table of peers, a new one then")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    for part, planted in {"slips": SLIPS, "others": OTHERS, "more": MORE, "readers": READERS}.items():
-        if part in arguments.parts:
-            slips(planted)
+    for group in SETS:
+        if group in arguments.parts:
+            slips(group)
     if "names" in arguments.parts:
         names(arguments.seed)
     if "reports" in arguments.parts:

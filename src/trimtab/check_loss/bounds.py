@@ -1,4 +1,4 @@
-"""What differs in the bounds of a loss and an objective: clips, caps and masks, with what to change."""
+"""What differs in the bounds of a loss and an objective: clips, caps and masks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ SIDES: dict[Side, str] = {(True, 1): "A > 0 above 1", (True, -1): "A > 0 below 1
 SIDES |= {(False, 1): "A < 0 above 1", (False, -1): "A < 0 below 1"}
 
 
-def differing_bounds(mine: Readings, theirs: Readings, name: str) -> list[tuple[str, str]]:
-    """Returns the first difference of each kind, and its sentence; those first that name a cause."""
-    found = [one for probe in PROBES for one in _of_probe(mine, theirs, probe, name)]
-    first: dict[str, str] = {}
-    for kind, text in sorted(found, key=lambda one: one[0] in ("clip", "weight")):
-        first.setdefault(kind, text)
-    return list(first.items())
+def differing_bounds(mine: Readings, theirs: Readings, name: str) -> list[tuple[str, str, str]]:
+    """Returns the first difference of each kind, those first that name a cause.
 
-
-def _of_probe(mine: Readings, theirs: Readings, probe: Probe, name: str) -> list[tuple[str, str]]:
-    a, b = mine.bends(probe), theirs.bends(probe)
-    changed = [side for side in b if not same(a[side], b[side])]
-    if not changed or _of_mean(mine, theirs, probe, changed):
-        return []
-    kind, remedy = _cause(mine, theirs, probe, changed)
-    shown = changed[:1] if kind == "level" else changed
-    sides = [
-        f"{SIDES[side]} the gradient's weight {describe(a[side])}, in {name} it {describe(b[side])}" for side in shown
-    ]
-    return [(kind, f"{theirs.label(probe)}: {'; '.join(sides)}: {remedy}")]
+    Each is a kind, the key of its sentence in differences.toml, and the bounds in words.
+    """
+    first: dict[str, tuple[str, str, str]] = {}
+    for probe in PROBES:
+        a, b = mine.bends(probe), theirs.bends(probe)
+        changed = [side for side in b if not same(a[side], b[side])]
+        if not changed or _of_mean(mine, theirs, probe, changed):
+            continue
+        kind, key = _cause(mine, theirs, probe, changed)
+        sides = [
+            f"{SIDES[side]} the gradient's weight {describe(a[side])}, in {name} it {describe(b[side])}"
+            for side in (changed[:1] if kind == "level" else changed)
+        ]
+        first.setdefault(kind, (kind, key, f"{theirs.label(probe)}: {'; '.join(sides)}"))
+    return sorted(first.values(), key=lambda one: one[0] in ("clip", "weight"))
 
 
 def _cause(mine: Readings, theirs: Readings, probe: Probe, changed: list[Side]) -> tuple[str, str]:
@@ -42,33 +40,34 @@ def _cause(mine: Readings, theirs: Readings, probe: Probe, changed: list[Side]) 
     upper, lower = b[True, 1], b[False, -1]
     mirrored = {side: tuple(replace(bend, x=-bend.x) for bend in bends) for side, bends in b.items()}
     if any(b.values()) and all(same(a[positive, side], mirrored[positive, -side]) for positive, side in SIDES):
-        return "inverse", "bound the ratio, not its inverse"
+        return "inverse", "bounds"
     if current and upper and not a[True, 1] and not a[False, -1] and a[False, 1] and same(a[True, -1], lower):
-        return "min-max", "the clip holds back what it should let pass, swap min and max"
+        return "min-max", "bounds"
     if current and not any(positive for positive, _ in changed) and lower and not a[False, -1] and a[False, 1]:
-        return "clip-side", "for A < 0 clip the ratio from below"
+        return "clip-side", "bounds"
     if current and changed == [(False, 1)] and not a[False, 1]:
-        return "dual-clip", "for A < 0 bound the loss above (dual clip)"
+        return "dual-clip", "bounds"
     kind = "clip" if current else "weight"
     if current and upper and changed == [(True, -1), (False, 1)] and all(a[side] for side in changed):
-        return kind, "it holds back what should pass, the minimum with the term that is not clipped is missing"
+        return kind, "minimum"
     if not current and _of_product(mine, theirs, probe):
-        return kind, "the clip is on the weight times the ratio, clip the ratio alone"
+        return kind, "product"
+    if probe.span == "mean" and _of_ratios(mine, theirs, probe):
+        return "level", "ratios"
     if rejected := _rejected(mine, theirs, probe):
         return "level", rejected
     for side in changed if probe.span == "response" else ():
         own, other = (_of_sum(one, probe, side) for one in (mine, theirs))
         if own is not None and other is not None and own != other:
-            return "level", f"the bound is on a {'sum' if own else 'mean'} over the response, take the other"
+            return "level", "sum" if own else "mean"
     ends = {(one.kind, other.kind) for side in changed for one, other in zip(a[side], b[side], strict=False)}
     if ends == {("zero", "constant")}:
-        return kind, "keep the weight at the bound, do not set it to 0"
+        return kind, "keep"
     if ends == {("constant", "zero")}:
-        return kind, "set the weight to 0 beyond the bound, do not keep it"
-    if not any(a[side] for side in changed):
-        capped = all(bend.kind == "constant" for side in changed for bend in b[side])
-        return kind, f"the {'cap' if capped else 'bound'} is missing, add it"
-    return kind, "change the bound"
+        return kind, "reject"
+    if any(a[side] for side in changed):
+        return kind, "other"
+    return kind, "cap" if all(bend.kind == "constant" for side in changed for bend in b[side]) else "missing"
 
 
 def _of_sum(readings: Readings, probe: Probe, side: Side) -> bool | None:
@@ -89,15 +88,19 @@ def _of_mean(mine: Readings, theirs: Readings, probe: Probe, changed: list[Side]
     return True
 
 
+def _of_ratios(mine: Readings, theirs: Readings, probe: Probe) -> bool:
+    """Whether a bound on a response is on a mean of ratios: it moves though that of log-ratios stays."""
+    token, whole = (replace(probe, span=span) for span in ("token", "response"))
+    moves = any(not same(bends, mine.bends(token)[side]) for side, bends in mine.bends(probe).items())
+    return moves and any(theirs.bends(whole).values()) and not any(theirs.bends(probe).values())
+
+
 def _rejected(mine: Readings, theirs: Readings, probe: Probe) -> str:
-    """Returns what to say where a token is rejected without its response, or the reverse; "" where neither."""
+    """Returns whether a token is rejected without its response, or the reverse; "" where neither."""
     for key, expected in theirs.neighbors.items():
         own, other = (int(one[1].count_nonzero()) for one in (mine.neighbors[key], expected))
         if key[2].span == "token" and key[2].policy == probe.policy and {own, other} == {0, TOKENS - 1}:
-            who, ways = (
-                ("the others stay", "token, not per response") if own else ("none stays", "response, not per token")
-            )
-            return f"{who} trained of a response with such a token, it is rejected per {ways}"
+            return "of-token" if own else "of-response"
     return ""
 
 

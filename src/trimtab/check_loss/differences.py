@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import math
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.check_loss.bounds import differing_bounds
-from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, UP, Batch, Update, of_rows
-from trimtab.check_loss.readings import FAR, ONES, RANDOM, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
+from trimtab.check_loss.probes import DRIFT, DRIFT_ALL, MISMATCH, PROBES, UP, Batch, Probe, Update, of_rows
+from trimtab.check_loss.readings import FAR, RANDOM, REJECTED, SHIFTS, SIGNS, SPREADS, TO_REFERENCE, UNKNOWN, Readings
 
-KINDS = (
-    *("rounding", "no-gradient", "dropped", "alignment", "sign", "normalized-advantage", "live-weight"),
-    *("batch-statistics", "log-ratio", "policy", "level", "kink", "min-max", "clip-side", "dual-clip", "inverse"),
-    *("clip", "weight", "shape", "kl", "zero-advantage", "kl-padding", "padding", "denominator", "default", "scale"),
-    *("micro-batches", "input", "unexplained", "exponent", "nan", "value"),
-)
+TEXTS = tomllib.loads((importlib.resources.files("trimtab.check_loss") / "differences.toml").read_text("utf-8"))
+KINDS = tuple(TEXTS["kinds"])
 """Kinds of differences, most harmful first, as far as one does not hide another."""
 NOTES = ("exponent",)
 """Kinds that a right loss may have."""
+OF_RATIO = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
+"""Kinds that hide how far exponents are bounded."""
 NAMES = {"current": "π", "proximal": "π_old", "behavior": "μ"}
-NOT_COUNTED = "tokens that the mask rejects are not counted, count them"
-LEVELS = {
-    "token": "ratio of the token",
-    "sequence": "product over the response",
-    "geometric": "geometric mean over the response",
-    "prefix": "product over the tokens up to it",
-    "prefix_geometric": "geometric mean over the tokens up to it",
-}
 
 
 @dataclass(frozen=True)
@@ -53,19 +47,20 @@ class Comparison:
     def differences(self) -> list[Difference]:
         """Returns what differs; nothing if no probe and no random batch does."""
         if self.mine.rounded and not self.theirs.rounded:
-            return [Difference("rounding", "values are rounded to about 3 digits: compute in float32")]
+            self._add("rounding", "digits")
+            return self.found
         self._neutral()
-        if not self._has("normalized-advantage"):
-            self._uncounted()
+        normalized = self._has("normalized-advantage")
         unread = self._has("no-gradient", "dropped", "alignment", "log-ratio")
         hidden = unread or self._has("live-weight")
+        if not normalized:
+            self._without_advantage()
         if not hidden:
-            if not self._has("normalized-advantage") and not self._neighbors():
-                self._ratio()
-                if not self._has("log-ratio", "policy", "level", "kink", "shape"):
-                    self.found += [Difference(*one) for one in differing_bounds(self.mine, self.theirs, self.name)]
+            if not normalized and not self._others() and not self._ratio():
+                for kind, key, bounds in differing_bounds(self.mine, self.theirs, self.name):
+                    self._add(kind, key, bounds=bounds)
                 if not self.found:
-                    self._shape()
+                    self._curves("shape", "apart", PROBES, SHIFTS)
             self._zero_advantage()
         self._padding()
         if not unread:
@@ -74,44 +69,49 @@ class Comparison:
         for rest in (self._inputs, self._random, self._of_tokens):
             if all(one.kind == "micro-batches" for one in self.found):
                 rest()
-        if not hidden:
-            self._exponent()
-        for name, change in list(self.mine.padding["nan"].items())[:1]:
-            what = "loss and gradient" if math.isnan(change) else "the gradient"
-            remedy = "select with torch.where(mask, ..., 0.0), before exp and before the sum"
-            self._add("nan", f"NaN in `{name}` at padding makes {what} NaN: {remedy}")
+        if not hidden and not self._has(*OF_RATIO, "normalized-advantage", "batch-statistics"):
+            self._curves("exponent", "reach", (DRIFT,), FAR)
+        for policy, change in list(self.mine.padding["nan"].items())[:1]:
+            self._add("nan", "both" if math.isnan(change) else "gradient", policy=policy)
         return sorted(self.found, key=lambda one: one.kind == "value")
 
-    def _add(self, kind: str, text: str) -> None:
-        self.found.append(Difference(kind, text))
+    @property
+    def both(self) -> tuple[Readings, Readings]:
+        return self.mine, self.theirs
+
+    def _add(self, kind: str, key: str, **values: Any) -> None:
+        """Adds a sentence of differences.toml."""
+        texts = TEXTS["kinds"]["clip"] | TEXTS["kinds"][kind]
+        self.found.append(Difference(kind, texts[key].format(name=self.name, **values)))
 
     def _has(self, *kinds: str) -> bool:
         return any(one.kind in kinds for one in self.found)
 
     def _neutral(self) -> None:
         """What shows where all policies are equal."""
-        (batch, own), (_, other) = self.mine.neutral["plain"], self.theirs.neutral["plain"]
+        (batch, own), (_, other) = (one.neutral["plain"] for one in self.both)
         mask = batch["mask"]
         gradient, flat = (own / other)[mask], (self.mine.flat / self.theirs.flat)[mask]
-        same_value = _gap(self.mine.by_advantage / self.theirs.by_advantage, torch.ones(())) < 1e-9
-        if not same_value and _gap(gradient, flat) > 1e-6:
-            where = "where all policies are equal, but log-probs of tokens are not, the gradient is"
-            shifted = "those of a policy are of other tokens, one too early or too late?"
-            self._add("alignment", f"{where} {_range(gradient / flat)} times as large: {shifted}")
+        same_value = _gap(self.mine.by_advantage / self.theirs.by_advantage, 1.0) < 1e-9
+        for factor in (3, 100):
+            times, expected = (one.homogeneity(factor) for one in self.both)
+            if abs(times - expected) > 1e-6 * factor and not self._has("normalized-advantage"):
+                self._add("normalized-advantage", "times", factor=factor, own=times, other=expected)
+        linear = not self._has("normalized-advantage")
+        if linear and not same_value and _gap(gradient, flat) > 1e-6:
+            self._add("alignment", "shifted", times=_range(gradient / flat))
+        elif linear and self._dropped(own, other, batch):
             return
-        if self._dropped(own, other, batch):
-            return
-        linear = 3 * self.mine.homogeneity, 3 * self.theirs.homogeneity
-        if not abs(linear[0] - linear[1]) < 1e-6:
-            times = f"advantages 3 times as large give {linear[0]:.3g} times the gradient, not {linear[1]:.3g}"
-            self._add("normalized-advantage", f"{times}: do not normalize advantages inside the loss")
-        if same_value and float((gradient - 1).abs().max()) > 1e-6:
-            where = "where all policies are equal the loss is right and its gradient"
-            self._add("live-weight", f"{where} {_range(gradient)} times as large: detach the weight")
+        elif linear and _gap(self.mine.of_others, 1.0) > 1e-6:
+            self._add("batch-statistics", "advantage", times=_range(self.mine.of_others))
+        elif same_value and _gap(gradient, -1.0) < 1e-6:
+            self._add("sign", "ratio")
+        elif same_value and _gap(gradient, 1.0) > 1e-6:
+            self._add("live-weight", "gradient", times=_range(gradient))
         elif not same_value and bool((gradient < 0).all()):
-            self._add("sign", "the loss rises with the advantage: change its sign")
+            self._add("sign", "rises")
         elif not same_value and torch.equal(gradient < 0, (batch["advantage"] < 0).expand_as(mask)[mask]):
-            self._add("sign", "for A < 0 the gradient has the sign of A > 0: keep the sign of the advantage")
+            self._add("sign", "lost")
 
     def _dropped(self, own: Tensor, other: Tensor, batch: Batch) -> bool:
         """Which tokens get no gradient where all policies are equal, though the objective gives them one."""
@@ -129,221 +129,193 @@ class Comparison:
         }
         who = next((words for words, tokens in sets.items() if torch.equal(gone, tokens)), "some tokens get")
         if bool(own.isnan().any()):
-            self._add("no-gradient", "where all policies are equal the gradient is NaN")
+            self._add("no-gradient", "nan")
         elif bool((self.mine.loss.policy_gradient(apart).abs() > 1e-12)[gone].any()):
-            where = f"{who} no gradient where all policies are equal, but do where they differ"
-            self._add("log-ratio", f"{where}: is exp of the log-ratio missing?")
+            self._add("log-ratio", "equal", who=who)
         elif torch.equal(gone, trained):
-            self._add("no-gradient", "where all policies are equal the loss has no gradient: is it detached?")
+            self._add("no-gradient", "detached")
         else:
-            self._add("dropped", f"{who} no gradient: keep all in the loss")
+            self._add("dropped", "tokens", who=who)
         return True
 
-    def _neighbors(self) -> bool:
-        """Whether a response changes the gradient of others, and why."""
-        parts = self.mine.split
-        if any(float(part.max() - part.min()) > 1e-6 for part in parts):
-            times = f"in a micro-batch the gradients of tokens are {_range(torch.cat(parts))} times those in the whole"
-            self._add("batch-statistics", f"{times}: what a token counts depends on the others of its micro-batch")
-            return True
-        for (x, positive, probe), own in self.mine.neighbors.items():
-            other = self.theirs.neighbors[x, positive, probe]
-            where = f"where {self.theirs.label(probe).partition(' ')[0]} is {math.exp(x):.3g}"
-            if _counts_kept(own, other, torch.ones_like(own, dtype=torch.bool)):
-                text = f"{where} in one place, the other tokens have {float(own.max()):.4g} times the gradient"
-                self._add("denominator", f"{text}: {NOT_COUNTED}")
-                return True
-            others = own[[0, 2]]
-            if not _gap(others, other[[0, 2]]) <= 1e-6:
-                text = f"the gradient of a response is {_range(others)} times as large {where} in another one"
-                remedy = "another response's drift must not change it, is a sum or mean over the wrong axis?"
-                if bool(own.all()) and abs(float(own.mean()) - 1) < 1e-6:
-                    remedy = "the weights are divided by their mean over the batch"
-                self._add("batch-statistics", f"{text}, in {self.name} {_range(other[[0, 2]])}: {remedy}")
-                return True
-        return False
-
-    def _defaults(self) -> None:
-        """Whether the default of a count is that of the batch."""
-        shifts, loss, said = torch.tensor([3.0, -3.0]).double(), self.mine.loss, ""
-        for batch in (*(probe.batch(shifts, advantage) for probe in ONES for advantage in SIGNS.values()), *RANDOM):
-            own, other = loss.read(batch, Update(batch, counted=False)).gradient, loss.read(batch).gradient
-            if _gap(own.nan_to_num(), other.nan_to_num()) > 1e-9 * float(other.nan_to_num().abs().max()):
-                times = _range(own / other)
-                text = f"called without the counts of the update, one batch has {times} times the gradient with them: "
-                said = said or f"{text}the default must be the count of the batch"
-                if _counts_kept(own, other, batch["mask"]):
-                    said = f"{text}{NOT_COUNTED}"
-                    break
-        if said:
-            self._add("default", said)
-
-    def _ratio(self) -> None:
-        """Which policies are compared, at which level, by the local exponents."""
-        mine, theirs = self.mine, self.theirs
-        for probe, positive in product((DRIFT, MISMATCH), SIGNS):
-            slopes = [one.exponent(positive, probe.policy) for one in (mine, theirs)]
-            straight = abs(mine.curvature(probe, positive)) < 1e-3 < 0.01 < theirs.curvature(probe, positive)
-            if straight and abs(slopes[0] - slopes[1]) < 2e-3:
-                text = "the weight grows with log r, not with r: exp of the log-ratio is missing"
-                self._add("log-ratio", f"{theirs.label(probe)}: {text}")
-                return
-        differing = [key for key, value in theirs.exponents.items() if not abs(mine.exponents[key] - value) < 2e-3]
-        if not differing:
-            return
-        positive, policy, place, _ = differing[0]
-        changes = f"{NAMES[policy]} of a token changes the weight of a token {place} it"
-        own, other = ({name: one.exponent(positive, name) for name in NAMES} for one in (mine, theirs))
-        used, expected = ({name for name, power in one.items() if abs(power) > 1e-3} for one in (own, other))
-        proportional = used == expected and len({round(own[name] / other[name], 3) for name in expected}) <= 1
-        levels, weighted = ([one.level(positive, who) for one in (mine, theirs)] for who in ("current", "behavior"))
-        kinked = [name for name in NAMES if mine.kink(positive, name) > 1e-2 > theirs.kink(positive, name)]
-        doubled = {name: other[name] * (1 + (proportional or name == "behavior")) for name in expected}
-        if math.isnan(mine.exponents[differing[0]]):
-            text = f"{changes}: where all policies are equal that weight is 0 or NaN, and no exponent can be read"
-            self._add("level", text)
-        elif not used and expected and any(any(mine.bends(probe).values()) for probe in (DRIFT, DRIFT_ALL)):
-            where = "the weight of a token does not grow with r, though r is bounded"
-            self._add("log-ratio", f"{where}: is exp of the log-ratio missing?")
-        elif kinked:
-            below, above = (abs(mine.exponents[positive, kinked[0], "own", side]) for side in (-1, 1))
-            powers = f"its exponent is {below:.3g} below and {above:.3g} above"
-            self._add("kink", f"the weight of a token bends at a ratio of 1, {powers}; {self.name} has no bound at 1")
-        elif levels[0] != levels[1] and proportional:
-            is_not = f"the ratio is the {LEVELS[levels[0]]}, not the {LEVELS[levels[1]]}"
-            self._add("level", f"{is_not}: change how log-ratios are summed")
-        elif used == expected and levels[0] == levels[1] and weighted[0] != weighted[1]:
-            is_not = f"the weight is of the {LEVELS[weighted[0]]}, not of the {LEVELS[weighted[1]]}"
-            self._add("level", f"{is_not}: change how log-ratios are summed")
-        elif all(abs(own[name] - other[name]) < 2e-3 for name in NAMES):
-            powers = f"with the exponent {mine.exponents[differing[0]]:.3g}, not {theirs.exponents[differing[0]]:.3g}"
-            self._add("level", f"{changes} {powers}: the ratio or the weight is taken over other tokens")
-        else:
-            text = f"near 1 the weight of a token grows with {_powers(own)}, in {self.name} with {_powers(other)}"
-            remedy = "weigh a token as that does" if proportional else "use the ratio to that policy"
-            if used and all(abs(own[name] - power) < 2e-3 for name, power in doubled.items()):
-                remedy = "the weight is applied twice"
-            self._add("shape" if proportional else "policy", f"{text}: {remedy}")
-
-    def _shape(self) -> None:
-        """The largest difference of the weights of a probe at `SHIFTS`."""
-        for probe, positive in product(PROBES, SIGNS):
-            shifts = SHIFTS.clamp(max=probe.highest)
-            if found := self._apart(
-                positive, shifts, *(one.curves[probe, positive] for one in (self.mine, self.theirs))
-            ):
-                self._add("shape", f"{self.theirs.label(probe)}: {found[1]}")
-                return
-
-    def _exponent(self) -> None:
-        """Up to which log-ratio the gradients are equal."""
-        others = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
-        if self._has(*others, "normalized-advantage", "batch-statistics"):
-            return
-        for positive, advantage in SIGNS.items():
-            weights = (one.weights(DRIFT, FAR, advantage) for one in (self.mine, self.theirs))
-            if found := self._apart(positive, FAR, *weights):
-                reach = f"gradients are equal for |log-ratio| <= {math.floor(found[0])}"
-                self._add("exponent", f"{reach}, {found[1]}: {self.name} clamps log-ratios to ±20 before exp")
-                return
-
-    def _apart(self, positive: bool, shifts: Tensor, own: Tensor, other: Tensor) -> tuple[float, str] | None:
-        """Returns the smallest shift at which weights differ, and the largest difference in words; None without one."""
-        gap = ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
-        if float(gap.max()) <= 1e-6:
-            return None
-        worst = int(gap.argmax())
-        where = f"for A {'>' if positive else '<'} 0 and a log-ratio of {float(shifts[worst]):.4g}"
-        values = f"{float(own[worst]):.4g}, in {self.name} {float(other[worst]) + 0:.4g}"
-        return float(shifts.abs()[gap > 1e-6].min()), f"{where} the weight is {values}"
-
-    def _zero_advantage(self) -> None:
-        """KL, entropy and regression: what is left where advantages are 0."""
-        mine, theirs = self.mine, self.theirs
-        read = slice(len(TO_REFERENCE) if theirs.kl_form[0] == "none" else None)  # of no KL nothing is weighted
-        if _gap(mine.kl_curve[read], theirs.kl_curve[read]) > 1e-7:
-            self._add("kl", f"the KL term is {_kl_words(mine)}, in {self.name} {_kl_words(theirs)}: change it")
-        gap = (mine.pull - theirs.pull).abs()
-        if not float(gap.max()) <= 1e-7 and not self.found:
-            worst = int(gap.argmax())
-            who, nats = "policy" if worst < 4 else "sampler", (-1, -0.5, 0.5, 1)[worst % 4]
-            values = f"{float(mine.pull[worst]):.4g}, in {self.name} {float(theirs.pull[worst]):.4g}"
-            kind = "policy" if float(gap[:4].max()) <= 1e-7 else "zero-advantage"
-            self._add(kind, f"at A = 0 a response whose {who} moved by {nats:g} nats a token has the gradient {values}")
-
-    def _padding(self) -> None:
-        counted = self.mine.padding["number"]
-        for name in sorted(counted, key=lambda name: name != "reference")[:1]:
-            kind, what = ("kl-padding", "the KL term") if name == "reference" else ("padding", "the loss")
-            change = f"another `{name}` there changes the loss by {counted[name]:.3g}"
-            self._add(kind, f"{what} counts padding, {change}: select by the mask before summing")
-
-    def _denominator(self) -> None:
-        (own, factor), (other, expected) = self.mine.aggregation, self.theirs.aggregation
-        if self._has("normalized-advantage", "live-weight"):
-            pass
-        elif own != other and not self._has("denominator"):
-            self._add("denominator", f"the denominator is {own}, in {self.name} {other}: change the aggregation")
-        elif own != UNKNOWN and abs(factor / expected - 1) > 1e-6 and not self._has("sign"):
-            times = f"the gradient is {factor / expected:.4g} times as large at every token"
-            self._add("scale", f"{times}: change the factor of the loss")
-        mine, theirs = (torch.cat(one.split) for one in (self.mine, self.theirs))
-        if not _gap(mine, theirs) <= 1e-6 and not self._has("batch-statistics"):
-            times = f"two micro-batches together give {_range(mine)} times the gradient of the whole"
-            remedy = "divide by the count of the whole update (parameters `tokens` and `responses` get it)"
-            self._add("micro-batches", f"{times}: {remedy}")
-
-    def _inputs(self) -> None:
-        for name, expected in self.theirs.inputs.items():
-            if _gap(self.mine.inputs[name], expected) > 1e-7:
-                effect = "another effect" if bool(self.mine.inputs[name].count_nonzero()) else "no effect"
-                self._add("input", f"`{name}` has {effect}, and {self.name} reads it")
-                return
-
-    def _random(self) -> None:
-        for spread, own, other in zip(SPREADS, self.mine.random, self.theirs.random, strict=True):
-            batch = f"on a random batch with policies {spread:g} nats apart"
-            gap = _gap(own.gradient, other.gradient) / max(float(other.gradient.abs().max()), 1e-12)
-            if not gap <= 1e-6:
-                text = f"{batch} the gradient of a token differs by {gap:.2g} of the largest, which no probe explains"
-                self._add("unexplained", text)
-                return
-            if not abs(own.loss - other.loss) <= 1e-6 * max(1.0, abs(other.loss)) and not self._has("value"):
-                values = f"{own.loss:.6g}, in {self.name} {other.loss:.6g}"
-                self._add("value", f"gradients are equal, the value is not: {values} {batch}")
-
-    def _uncounted(self) -> None:
+    def _without_advantage(self) -> None:
         """Whether responses with A = 0 are left out of the denominator: one of three, and none of three."""
         times = []
         for middle in (UP, 0.0):
             batch = {**of_rows(3, UP), "advantage": torch.tensor([[UP], [middle], [UP]]).double()}
-            own, other = (one.loss.read(batch).gradient[::2, :-2] for one in (self.mine, self.theirs))
+            own, other = (one.loss.read(batch).gradient[::2, :-2] for one in self.both)
             times.append(own / other)
-        if _gap(times[1] / times[0], torch.tensor(1.5)) <= 1e-6:
-            text = "responses with A = 0 are not counted: count them, and their tokens"
-            self.found.insert(0, Difference("denominator", text))
+        if _gap(times[1] / times[0], 1.5) <= 1e-6:
+            self._add("denominator", "zero")
+            self.found.insert(0, self.found.pop())
+
+    def _others(self) -> bool:
+        """Whether a response changes the gradient of others, and why."""
+        near, (*moved, padded) = self.mine.split
+        if self._has("batch-statistics"):
+            return True
+        if any(float(part.max() - part.min()) > 1e-6 for part in near):
+            self._add("batch-statistics", "part", times=_range(torch.cat(near)))
+            return True
+        for key, own in self.mine.neighbors.items():
+            (x, _, probe), other = key, self.theirs.neighbors[key]
+            where = f"where {self.theirs.label(probe).partition(' ')[0]} is {math.exp(x):.3g}"
+            if _counts_kept(own, other, torch.ones_like(own, dtype=torch.bool)):
+                self._add("denominator", "rejected", where=where, times=float(own.max()))
+                return True
+            others, expected = own[[0, 2]], other[[0, 2]]
+            if not _gap(others, expected) <= 1e-6:
+                by_mean = bool(own.all()) and abs(float(own.mean()) - 1) < 1e-6
+                values = {"times": _range(others), "where": where, "expected": _range(expected)}
+                self._add("batch-statistics", "mean" if by_mean else "axis", **values)
+                return True
+        if _gap(torch.cat(moved), 1.0) > 1e-6:
+            self._add("batch-statistics", "part", times=_range(torch.cat(moved)))
+            return True
+        if _gap(padded, 1.0) > 1e-6:
+            self._add("denominator", "padding", times=_range(padded))
+            return True
+        return False
+
+    def _defaults(self) -> None:
+        """Whether the default of a count is that of the batch."""
+        found: list[tuple[str, str]] = []
+        for batch in (*REJECTED, *RANDOM):
+            parts = (Update(batch, counted=False), None)
+            own, other = (self.mine.loss.read(batch, update).gradient for update in parts)
+            if _gap(own.nan_to_num(), other.nan_to_num()) > 1e-9 * float(other.nan_to_num().abs().max()):
+                found.append(("kept" if _counts_kept(own, other, batch["mask"]) else "count", _range(own / other)))
+        for key, times in sorted(found, key=lambda one: one[0] != "kept")[:1]:
+            self._add("default", key, times=times)
+
+    def _ratio(self) -> bool:
+        """Whether other policies are compared, or at another level, by the local exponents."""
+        mine, theirs = self.both
+        for probe, positive in product((DRIFT, MISMATCH), SIGNS):
+            slopes = [one.exponent(positive, probe.policy) for one in self.both]
+            straight = abs(mine.curvature(probe, positive)) < 1e-3 < 0.01 < theirs.curvature(probe, positive)
+            if straight and abs(slopes[0] - slopes[1]) < 2e-3:
+                self._add("log-ratio", "straight", probe=theirs.label(probe))
+                return True
+        differing = [key for key, value in theirs.exponents.items() if not abs(mine.exponents[key] - value) < 2e-3]
+        if not differing:
+            return False
+        positive, policy, place, _ = key = differing[0]
+        changes = f"{NAMES[policy]} of a token changes the weight of a token {place} it"
+        own, other = ({name: one.exponent(positive, name) for name in NAMES} for one in self.both)
+        used, expected = ({name for name, power in one.items() if abs(power) > 1e-3} for one in (own, other))
+        proportional = used == expected and len({round(own[name] / other[name], 3) for name in expected}) <= 1
+        levels, weighted = ([one.level(positive, who) for one in self.both] for who in ("current", "behavior"))
+        kinked = [name for name in NAMES if mine.kink(positive, name) > 1e-2 > theirs.kink(positive, name)]
+        doubled = {name: other[name] * (1 + (proportional or name == "behavior")) for name in expected}
+        unused = [probe for probe in (DRIFT, MISMATCH) if probe.policy in expected - used]
+        firsts = [(probe.policy, side[0]) for probe in unused for side in mine.bends(probe).values() if side]
+        inside = [(name, bend.x) for name, bend in firsts if bend.kind == "jump"]
+        wholes = [replace(probe, span="response") for probe in unused]
+        shift, advantage = torch.tensor([0.1]).double(), SIGNS[positive]
+        elsewhere = [one.policy for one in wholes if _gap(mine.weights(one, shift, advantage), 1.0) > 1e-6]
+        if math.isnan(mine.exponents[key]):
+            self._add("level", "unread", changes=changes)
+        elif inside:
+            name, x = inside[0]
+            self._add("clip" if name == "current" else "weight", "inside", policy=NAMES[name], ratio=math.exp(x))
+        elif not used and expected and any(any(mine.bends(probe).values()) for probe in (DRIFT, DRIFT_ALL)):
+            self._add("log-ratio", "constant")
+        elif elsewhere:
+            self._add("level", "elsewhere", policy=NAMES[elsewhere[0]])
+        elif all(abs(own[name] + other[name]) < 2e-3 for name in NAMES):
+            self._add("inverse", "ratio", own=_powers(own), other=_powers(other))
+        elif kinked:
+            below, above = (abs(mine.exponents[positive, kinked[0], "own", side]) for side in (-1, 1))
+            self._add("kink", "powers", below=below, above=above)
+        elif levels[0] != levels[1] and proportional:
+            self._add("level", "ratio", own=TEXTS["levels"][levels[0]], other=TEXTS["levels"][levels[1]])
+        elif "behavior" in used & expected and levels[0] == levels[1] and weighted[0] != weighted[1]:
+            self._add("level", "weight", own=TEXTS["levels"][weighted[0]], other=TEXTS["levels"][weighted[1]])
+        elif all(abs(own[name] - other[name]) < 2e-3 for name in NAMES):
+            self._add("level", "tokens", changes=changes, own=mine.exponents[key], other=theirs.exponents[key])
+        else:
+            twice = used and all(abs(own[name] - power) < 2e-3 for name, power in doubled.items())
+            powers = {"own": _powers(own), "other": _powers(other)}
+            self._add("shape" if proportional else "policy", "twice" if twice else "powers", **powers)
+        return True
+
+    def _curves(self, kind: str, key: str, probes: Sequence[Probe], shifts: Tensor) -> None:
+        """The largest difference of the weights of a probe at these shifts, and up to which shift there is none."""
+        for probe, (positive, advantage) in product(probes, SIGNS.items()):
+            reached = shifts.clamp(max=probe.highest)
+            own, other = (one.weights(probe, reached, advantage) for one in self.both)
+            gap = ((own - other).abs() / (1 + other.abs())).nan_to_num(math.inf)
+            if float(gap.max()) > 1e-6:
+                worst, reach = int(gap.argmax()), math.floor(float(reached.abs()[gap > 1e-6].min()))
+                where = f"for A {'>' if positive else '<'} 0 and a log-ratio of {float(reached[worst]):.4g}"
+                values = {"own": float(own[worst]), "other": float(other[worst]) + 0}
+                self._add(kind, key, probe=self.theirs.label(probe), where=where, reach=reach, **values)
+                return
+
+    def _zero_advantage(self) -> None:
+        """KL, entropy and regression: what is left where advantages are 0."""
+        mine, theirs = self.both
+        read = slice(len(TO_REFERENCE) if theirs.kl_form[0] == "none" else None)  # of no KL nothing is weighted
+        if _gap(mine.kl_curve[read], theirs.kl_curve[read]) > 1e-7:
+            self._add("kl", "term", own=_kl_words(mine), other=_kl_words(theirs))
+        gap = (mine.pull - theirs.pull).abs()
+        if not float(gap.max()) <= 1e-7 and not self.found:
+            worst = int(gap.argmax())
+            moved = {"who": "policy" if worst < 4 else "sampler", "nats": (-1, -0.5, 0.5, 1)[worst % 4]}
+            kind = "policy" if float(gap[:4].max()) <= 1e-7 else "zero-advantage"
+            self._add(kind, "zero", own=float(mine.pull[worst]), other=float(theirs.pull[worst]), **moved)
+
+    def _padding(self) -> None:
+        counted = self.mine.padding["number"]
+        for policy in sorted(counted, key=lambda name: name != "reference")[:1]:
+            kind = "kl-padding" if policy == "reference" else "padding"
+            self._add(kind, "number", policy=policy, change=counted[policy])
+
+    def _denominator(self) -> None:
+        (own, factor), (other, expected) = (one.aggregation for one in self.both)
+        if self._has("normalized-advantage", "live-weight"):
+            pass
+        elif own != other and not self._has("denominator"):
+            self._add("denominator", "other", own=own, other=other)
+        elif own != UNKNOWN and abs(factor / expected - 1) > 1e-6 and not self._has("sign"):
+            self._add("scale", "times", times=factor / expected)
+        mine, theirs = (torch.cat(one.split[0]) for one in self.both)
+        if not _gap(mine, theirs) <= 1e-6 and not self._has("batch-statistics"):
+            self._add("micro-batches", "times", times=_range(mine))
+
+    def _inputs(self) -> None:
+        for name, expected in self.theirs.inputs.items():
+            if _gap(own := self.mine.inputs[name], expected) > 1e-7:
+                self._add("input", "effect", field=name, effect="another" if bool(own.count_nonzero()) else "no")
+                return
+
+    def _random(self) -> None:
+        for spread, own, other in zip(SPREADS, self.mine.random, self.theirs.random, strict=True):
+            gap = _gap(own.gradient, other.gradient) / max(float(other.gradient.abs().max()), 1e-12)
+            if not gap <= 1e-6:
+                self._add("unexplained", "gap", spread=spread, gap=gap)
+                return
+            if not abs(own.loss - other.loss) <= 1e-6 * max(1.0, abs(other.loss)) and not self._has("value"):
+                self._add("value", "value", own=own.loss, other=other.loss, spread=spread)
 
     def _of_tokens(self) -> None:
         """Whether advantages that differ within a response are taken as the objective takes them."""
         for packed in (False, True):
-            for (mask, own), (_, other) in zip(
-                *(one.of_tokens(packed) for one in (self.mine, self.theirs)), strict=False
-            ):
+            for (mask, own), (_, other) in zip(*(one.of_tokens(packed) for one in self.both), strict=False):
                 counts = _counts_kept(own, other, mask)
                 if (counts or not packed) and not _gap(own, other) <= 1e-6 * float(other.abs().max()):
-                    times = f"the gradient is {_range(own / other)} times as large"
-                    remedy = NOT_COUNTED if counts else "use the advantage of each token"
-                    self._add("denominator", f"where advantages differ within a response {times}: {remedy}")
+                    self._add("denominator", "differing" if counts else "one-for-all", times=_range(own / other))
                     return
 
 
 def _counts_kept(own: Tensor, other: Tensor, mask: Tensor) -> bool:
     """Whether gradients are larger by as much as there are fewer tokens with one, in all or in the same response."""
     kept, times = (other != 0) & mask, own / other
-    if not torch.equal(own[mask] != 0, kept[mask]) or not _gap(times[kept], torch.ones(())) > 1e-6:
+    if not torch.equal(own[mask] != 0, kept[mask]) or not _gap(times[kept], 1.0) > 1e-6:
         return False
     shares = kept.sum() / mask.sum(), kept.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    return any(_gap((times * share)[kept], torch.ones(())) < 1e-6 for share in shares)
+    return any(_gap((times * share)[kept], 1.0) < 1e-6 for share in shares)
 
 
 def _kl_words(readings: Readings) -> str:
@@ -362,7 +334,7 @@ def _powers(powers: dict[str, float]) -> str:
     return " ".join(f"{NAMES[name]}^{power:.3g}" for name, power in powers.items() if abs(power) > 1e-3) or "no policy"
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
+def _gap(a: Tensor, b: Tensor | float) -> float:
     return float((a - b).abs().max())
 
 

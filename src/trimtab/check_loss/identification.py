@@ -14,8 +14,8 @@ import torch
 
 from trimtab.check_loss import probes
 from trimtab.check_loss.differences import KINDS, Comparison, Difference
-from trimtab.check_loss.probes import RARE, TOKENS, Probe, of_objective
-from trimtab.check_loss.readings import SHIFTS, SIGNS, Readings
+from trimtab.check_loss.probes import DOWN, RARE, TOKENS, UP, Probe, of_objective
+from trimtab.check_loss.readings import Readings
 from trimtab.corrections.divergences import per_token
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, PrefixBudget
 from trimtab.corrections.ratios import Ratios
@@ -26,7 +26,7 @@ from trimtab.objectives.aggregation import AGGREGATION_KINDS
 from trimtab.objectives.keywords import SURROGATES, value_at
 from trimtab.objectives.policies import Ratio
 from trimtab.objectives.presets import COMPOSED, PRESETS
-from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip
+from trimtab.objectives.ratio_bounds import GrowingClip
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Surrogate, Unclipped
@@ -39,8 +39,9 @@ OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan"}
 """Differences that other parts would not remove."""
 MINOR = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
 """How much a difference of a kind counts; all others count 1 and more, the more the earlier in `KINDS`."""
-AT = {shift: place for place, shift in enumerate(SHIFTS.tolist())}
-"""Shift -> its place in `SHIFTS`."""
+SURROGATE_PARTS = (Clipped(), Reinforce(5.0), Unclipped(), LogProb(), SoftGate(), GammaWeight(), GeometricClip())
+WEIGHT_BOUNDS = (("truncate", None), ("mask", 0.5), ("clip", 0.5))
+"""Kind and lower bound."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,18 @@ class Candidate:
         return all(one.kind in OUTSIDE for one in self.differences)
 
     @property
-    def distance(self) -> float:
-        order = list(KINDS)
-        return sum(MINOR.get(one.kind, 2 - order.index(one.kind) / len(order)) for one in self.differences)
+    def distance(self) -> tuple[float, int]:
+        """By what differs, then by the number of settings."""
+        harm = (MINOR.get(one.kind, 2 - KINDS.index(one.kind) / len(KINDS)) for one in self.differences)
+        return sum(harm), sum(len(value) if isinstance(value, dict) else 1 for _, value in self.settings)
 
 
 def identify(readings: Readings) -> list[Candidate]:
     """Returns the nearest objectives, nearest first; those without a difference are the loss, as far as probes tell."""
     found = _candidates(readings, (preset.objective for preset in PRESETS.values()))
-    if not found or not found[0].same_parts:
+    if not found[0].same_parts:
         found += _candidates(readings, _compositions(readings))
-    return sorted(found, key=_order)
+    return sorted(found, key=lambda one: one.distance)
 
 
 def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidate]:
@@ -89,13 +91,7 @@ def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidat
             break
         differences = tuple(Comparison(readings, reference(objective), objective.name).differences())
         found.append(Candidate(settings_of(objective), differences))
-    return sorted(found, key=_order)
-
-
-def _order(candidate: Candidate) -> tuple[float, int]:
-    """By what differs, then by the number of settings."""
-    tables = (len(value) if isinstance(value, dict) else 1 for _, value in candidate.settings)
-    return candidate.distance, sum(tables)
+    return sorted(found, key=lambda one: one.distance)
 
 
 def reference(objective: Objective) -> Readings:
@@ -110,8 +106,7 @@ def _readings(objective: Objective) -> Readings:
 
 def _distance(readings: Readings, base: Objective) -> float:
     """Returns the largest difference of the local exponents."""
-    expected = reference(base).exponents
-    return max(abs(readings.exponents[key] - value) for key, value in expected.items())
+    return max(abs(readings.exponents[key] - value) for key, value in reference(base).exponents.items())
 
 
 def _gap(readings: Readings, objective: Objective) -> float:
@@ -123,20 +118,16 @@ def _gap(readings: Readings, objective: Objective) -> float:
 
 def _compositions(readings: Readings) -> Iterator[Objective]:
     """Objectives of parts, at the level that was read: what no preset combines."""
-    level, weights = readings.level(), [None]
+    weights: list[Weight | None] = [None]
     if any(readings.bends(probes.MISMATCH).values()) or abs(readings.exponent(True, "behavior")) > 1e-3:
-        weights += [Weight(kind, bound, low, 2.0) for kind in ("token", "sequence") for bound, low in _BOUNDS]
+        weights += [Weight(level, kind, low, 2.0) for level in ("token", "sequence") for kind, low in WEIGHT_BOUNDS]
     for over, surrogate in product(("proximal", "behavior"), SURROGATE_PARTS):
         for weight in weights if over == "proximal" else weights[:1]:
-            parts = {"ratio": Ratio(level, over), "surrogate": surrogate, "weight": weight}
+            parts = {"ratio": Ratio(readings.level(), over), "surrogate": surrogate, "weight": weight}
             try:
                 yield replace(COMPOSED.objective, **parts)
             except ValueError:
                 continue  # parts that do not go together
-
-
-SURROGATE_PARTS = (Clipped(), Reinforce(5.0), Unclipped(), LogProb(), SoftGate(), GammaWeight(), GeometricClip())
-_BOUNDS = (("truncate", None), ("mask", 0.5), ("clip", 0.5))
 
 
 def settings_of(objective: Objective) -> tuple[tuple[str, Any], ...]:
@@ -165,22 +156,11 @@ def _toml(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
 
 
-Place = tuple[Probe | None, bool, int]
-"""A probe (None: that of the level of the ratio), whether A > 0, and the direction."""
-UPPER, LOWER, DUAL = (None, True, 1), (None, False, -1), (None, False, 1)
-BOUNDS: dict[type, dict[str, tuple[Place, Callable[[float], float]]]] = {
-    Clipped: {"high": (UPPER, math.expm1), "low": (LOWER, lambda x: -math.expm1(x)), "dual": (DUAL, math.exp)},
-    AgedClip: {"high": (UPPER, math.expm1), "low": (LOWER, lambda x: -math.expm1(x))},
-    Banded: {
-        "high": ((probes.DRIFT, True, 1), lambda x: math.expm1(x / 2)),
-        "low": ((probes.DRIFT, True, -1), lambda x: -math.expm1(x / 2)),
-    },
-    GeometricClip: {"high": (UPPER, lambda x: x), "low": (LOWER, lambda x: -x)},
-    GrowingClip: {"high": (UPPER, lambda x: x), "low": (LOWER, lambda x: -x), "dual": (DUAL, lambda x: x)},
-    Band: {"max": ((probes.MISMATCH_ALL, True, 1), math.exp), "min": ((probes.MISMATCH_ALL, True, -1), math.exp)},
-    OPSM: {"delta": ((probes.MISMATCH_ALL, False, -1), lambda x: -x)},
-}
-"""Field of a part -> where its bound shows, and the bound that belongs to a bend in nats."""
+SIDES: dict[str, tuple[bool, int]] = {"high": (True, 1), "low": (False, -1), "dual": (False, 1)}
+SIDES |= {"max": (True, 1), "min": (True, -1), "delta": (False, -1)}
+"""Field of a part that is a bound -> whether A > 0, and the direction in which it shows."""
+OF_LOGS = (GrowingClip, GeometricClip, OPSM)
+"""Parts whose bounds are on the log of a ratio."""
 
 
 def fitted(base: Objective, readings: Readings) -> Objective:
@@ -217,12 +197,14 @@ def _changed(part: Any, found: Mapping[str, float]) -> Any:
     return replace(part, **{name: tidy(value) for name, value in found.items() if not math.isnan(value)})
 
 
-def _bounds(part: Any, readings: Readings, own: Probe, factor: float = 1) -> Any:
-    """Returns the part with bounds from `BOUNDS`. own: the probe of its level. factor: tokens that a shift adds up."""
+def _bounds(part: Any, readings: Readings, probe: Probe, factor: float = 1) -> Any:
+    """Returns the part with the bounds that a probe shows. factor: tokens that a shift adds up."""
     found: dict[str, float] = {}
-    for name, ((probe, positive, direction), to_bound) in BOUNDS[type(part)].items():
-        x = _bend(readings, probe or own, positive, direction)
-        found[name] = to_bound(x if probe else factor * x)
+    for name in SIDES.keys() & {item.name for item in fields(part)}:
+        if name == "dual" or getattr(part, name) is not None:
+            x = factor * _bend(readings, probe, *SIDES[name])
+            of_ratio = abs(math.expm1(x)) if name in ("high", "low") else math.exp(x)
+            found[name] = abs(x) if isinstance(part, OF_LOGS) else of_ratio
     return _changed(part, found)
 
 
@@ -230,56 +212,47 @@ def _surrogate(base: Objective, readings: Readings) -> Surrogate:
     part, level = base.surrogate, base.ratio.level
     own = probes.DRIFT_ALL if level != "token" else probes.DRIFT_MEAN if base.masks else probes.DRIFT
     factor = TOKENS if level == "sequence" else 1
-    if isinstance(part, Clipped):
-        part = replace(part, dual=None)
-    if isinstance(part, GrowingClip | GeometricClip):  # at the second token
-        own, factor = probes.DRIFT, 2**-part.power if isinstance(part, GrowingClip) else 1
-    if type(part) in BOUNDS:
-        return _bounds(part, readings, own, factor)
     if isinstance(part, Reinforce):
         # For A < 0 first: an outward mask may hide it for A > 0.
         bends = [bend for positive in (False, True) for bend in readings.bends(own)[positive, 1]]
         constant = [math.exp(factor * bend.x) for bend in bends if bend.kind == "constant"]
         return replace(part, ceiling=tidy(constant[0]) if constant else math.inf)
-    return _smooth(part, readings)
+    if isinstance(part, OF_LOGS):  # at the second token
+        return _bounds(part, readings, probes.DRIFT, 2 ** -getattr(part, "power", 0))
+    if isinstance(part, Clipped):
+        part = replace(part, dual=None)
+    return _smooth(_bounds(part, readings, own, factor), readings)
 
 
 def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
-    """Fits what has no edges, from a few weights (`SHIFTS`)."""
-    curves, found = readings.curves, dict[str, float]()
-    signs = (("positive", True), ("negative", False))
-    if isinstance(part, SoftGate):
-        for name, positive in signs:
-            weight = float(curves[probes.DRIFT, positive][AT[0.5]]) / math.exp(0.5)
+    """Fits what has no edges, from a few weights."""
+    found: dict[str, float] = {}
+    for name, advantage in (("positive", UP), ("negative", DOWN)):
+        if isinstance(part, SoftGate):
+            weight = float(readings.weights(probes.DRIFT, torch.tensor([0.5]).double(), advantage)) / math.exp(0.5)
             found[name] = 2 * math.acosh(1 / math.sqrt(weight)) / math.expm1(0.5)
-    elif isinstance(part, GammaWeight):
-        rows = [[x, -math.expm1(x)] for x in (-0.1 * TOKENS, 0.1 * TOKENS)]
-        for name, positive in signs:
-            weights = curves[probes.DRIFT_ALL, positive][[AT[-0.1], AT[0.1]]]
-            powers = torch.linalg.solve(torch.tensor(rows).double(), weights.log()).tolist()
-            found |= zip((f"k1_{name}", f"k2_{name}"), powers, strict=True)
-    elif isinstance(part, QuadraticPenalty):
-        excess = math.expm1(0.1)
-        found["epsilon"] = math.exp(RARE) * excess / (1 - float(curves[probes.DRIFT, True][AT[0.1]]) / (1 + excess))
+        elif isinstance(part, GammaWeight):
+            shifts = torch.tensor([-0.1, 0.1]).double()
+            rows = torch.stack([TOKENS * shifts, -torch.expm1(TOKENS * shifts)], 1)
+            powers = torch.linalg.solve(rows, readings.weights(probes.DRIFT_ALL, shifts, advantage).log())
+            found |= zip((f"k1_{name}", f"k2_{name}"), powers.tolist(), strict=True)
+    if isinstance(part, QuadraticPenalty):
+        weight, excess = float(readings.weights(probes.DRIFT, torch.tensor([0.25]).double(), UP)), math.expm1(0.25)
+        found["epsilon"] = math.exp(RARE) * excess / (1 - weight / (1 + excess))
     elif isinstance(part, Regression):
         found["beta"] = float(readings.pull[3]) / TOKENS
     return _changed(part, found)
 
 
 def _weight(part: Weight, readings: Readings) -> Weight:
-    """Fits the bounds, beyond which a weight is 0 (mask) or constant (truncate, clip)."""
+    """A mask that shows no lower bound has none."""
     probe = probes.MISMATCH_MEAN if part.level == "token" else probes.MISMATCH_ALL
     factor = {"token": 1, "sequence": TOKENS, "turn": 2}.get(part.level, 1)
-    beyond, least = ("zero", 0.0) if part.bound == "mask" else ("constant", math.nan)
-    found: dict[str, float] = {}
-    for name, direction, default in (("max", 1, math.nan), ("min", -1, least))[: 1 if part.bound == "truncate" else 2]:
-        bends = [side[0] for positive in SIGNS if (side := readings.bends(probe)[positive, direction])]
-        found[name] = next((math.exp(factor * bend.x) for bend in bends if bend.kind == beyond), default)
-    return _changed(part, found)
+    return _bounds(replace(part, min=0.0) if part.bound == "mask" else part, readings, probe, factor)
 
 
 def _mask(rule: Mask, readings: Readings) -> Mask:
-    if type(rule) in BOUNDS:
+    if isinstance(rule, Band | OPSM):
         return _bounds(rule, readings, probes.MISMATCH_ALL)
     if isinstance(rule, PrefixBudget):
         # The second of n tokens has the weight 1 - (1 - weight_min) / (n - 1).
@@ -292,10 +265,10 @@ def _mask(rule: Mask, readings: Readings) -> Mask:
     of_mean = probes.DRIFT_ALL if rule.over == "current" else probes.MISMATCH_ALL
     probe = {"token": probes.DRIFT_FREQUENT, "max": probes.DRIFT_LONG}.get(rule.reduce, of_mean)
     # The divergence of a row that is shifted as far.
-    shift = torch.tensor([_bend(readings, probe, True, 1)]).double()
-    batch = {name: value[1:] for name, value in probe.batch(shift, 1.0).items()}
-    ratios = Ratios(torch.where(batch["mask"], batch["current"] - batch["behavior"], 0.0), Sequences(batch["mask"]))
-    values = per_token(rule.kind, ratios, batch["behavior"])[batch["mask"]]
+    batch = probe.batch(torch.tensor([_bend(readings, probe, True, 1)]).double(), 1.0)
+    log, mask = (batch["current"] - batch["behavior"])[1:], batch["mask"][1:]
+    ratios = Ratios(torch.where(mask, log, 0.0), Sequences(mask))
+    values = per_token(rule.kind, ratios, batch["behavior"][1:])[mask]
     reduced = {"token": values.max, "max": values.max, "mean": values.mean, "sum": values.sum}[rule.reduce]
     return _changed(rule, {"max": float(reduced())})
 

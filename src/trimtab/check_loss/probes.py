@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,7 +76,7 @@ class Probe:
     @property
     def highest(self) -> float:
         """The largest shift: no log-prob may exceed 0."""
-        return 3.0 if self.moved == RARE else 0.25
+        return math.inf if self.moved == RARE else 0.25
 
     def batch(self, shifts: Tensor, advantage: float) -> Batch:
         """Returns a batch of a row without a shift and one row for each."""
@@ -175,15 +176,13 @@ class Loss:
     def read(self, batch: Batch, update: Update | None = None) -> Reading:
         """Evaluates it with gradients. Without `update` the batch is the whole update."""
         names = ("current", "advantage", "head_current", "entropy")
-        leaves = {name: batch[name].clone().requires_grad_() for name in names}
+        leaves = {name: batch[name].detach().requires_grad_() for name in names}
         given = {name: value.clone() for name, value in (batch | leaves).items()}  # no leaves: it may write into them
-        torch.manual_seed(0)  # a loss that draws tokens draws the same ones
+        torch.default_generator.manual_seed(0)  # a loss that draws tokens draws the same ones
         value = self.call(given, Update(given) if update is None else update)
-        gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        gradients = map(torch.zeros_like, leaves.values())
         if value.requires_grad:
-            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-            pairs = zip(found, gradients, strict=True)
-            gradients = [zero if gradient is None else gradient for gradient, zero in pairs]
+            gradients = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)
         return Reading(float(value.detach()), *gradients)
 
     @cached_property

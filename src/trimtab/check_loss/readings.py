@@ -19,31 +19,30 @@ SIGNS = {True: UP, False: DOWN}
 """Whether A > 0 -> the advantage of the probes."""
 POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
 """Shifts at which every curve is read, upwards and, with the other sign, downwards."""
-SMALL = 5 * STEP
-_SHIFTS = (SMALL, 0.1, 0.5, 1.0, 2.0, 3.0)
-SHIFTS = torch.tensor([*(-x for x in reversed(_SHIFTS)), *_SHIFTS], dtype=torch.float64)
-"""Shifts at which every probe is read, as far as it goes; the inner two give a second derivative."""
+SHIFTS = torch.tensor([-3, -2, -1, -0.5, -0.1, 0.1, 0.5, 1, 2, 3], dtype=torch.float64)
+"""Shifts at which every probe is read, as far as it goes."""
 FAR = torch.cat([-torch.arange(3.5, 25), torch.arange(3.5, 25)]).double()
 """Shifts of a single token that show where exponents are bounded."""
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()
 FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
 FORMS["k3 of the reverse direction"] = (-TO_REFERENCE).exp() - 1
 """Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
-NEIGHBOR_SHIFTS = (0.4, 3.0, -3.0)
 ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
+REJECTED = [probe.batch(torch.tensor([3.0, -3.0]).double(), sign) for probe in ONES for sign in SIGNS.values()]
+"""Batches of which masks reject responses or tokens."""
 PLACES = {"own": MOVED, "before": 0, "after": 3}
 SPREADS = (5e-5, 2e-3, 0.1, 0.6)
 """Nats between the policies of the random batches."""
 RANDOM = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
 
-DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor]] = {
+DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor | int]] = {
     "token-mean": lambda n, _: n.sum(),
     "seq-mean-token-mean": lambda n, _: len(n) * n,
-    "seq-mean-token-sum or constant": lambda n, _: torch.tensor(len(n)),
-    "a mean over all positions, padding too": lambda n, width: torch.tensor(len(n) * width),
+    "seq-mean-token-sum or constant": lambda n, _: len(n),
+    "a mean over all positions, padding too": lambda n, width: len(n) * width,
     "seq-mean-token-mean over responses with a token": lambda n, _: (n > 0).sum() * n,
     "trained-mean-token-sum": lambda n, _: (n > 0).sum(),
-    "no denominator, a sum over tokens": lambda _n, _: torch.tensor(1),
+    "no denominator, a sum over tokens": lambda _n, _: 1,
 }
 """From the lengths of the responses, (rows,), and the width of the batch: the denominator of each or of all."""
 UNKNOWN = "none of the known"
@@ -84,47 +83,44 @@ class Readings:
     @cached_property
     def aggregation(self) -> tuple[str, float]:
         """The denominator that explains the gradients where all policies are equal, and the factor that is left."""
-        best = (UNKNOWN, math.nan, math.inf)
+        best = (UNKNOWN, math.nan, 1e-6)
         for name, denominator in DENOMINATORS.items():
             products = []
             for batch, gradient in self.neutral.values():
                 lengths = batch["mask"].sum(1).double()
-                divided = denominator(lengths, batch["mask"].shape[1]).expand(len(lengths))
-                products += (gradient[:, 0] * divided)[lengths > 0].tolist()
-            middle = sorted(products)[len(products) // 2]
-            spread = (max(products) - min(products)) / (abs(middle) or 1.0)
+                products.append((gradient[:, 0] * denominator(lengths, batch["mask"].shape[1]))[lengths > 0])
+            middle = torch.cat(products).median()
+            spread = float((torch.cat(products) - middle).abs().max() / (middle.abs() or 1.0))
             if spread < best[2] - 1e-9:
-                best = (name, middle, spread)
-        return best[:2] if best[2] < 1e-6 else (UNKNOWN, best[1])
+                best = (name, float(middle), spread)
+        return best[:2]
 
     @cached_property
     def scale(self) -> float:
         """The gradient of a token of `of_rows(8, ...)` where all policies are equal."""
         return float(self.loss.policy_gradient(probes.of_rows(8, 1.0))[0, MOVED]) or 1.0
 
-    @cached_property
-    def homogeneity(self) -> float:
-        """Gradient where all advantages are three times as large, over three times that before: 1 for a linear loss."""
+    def homogeneity(self, factor: int) -> float:
+        """Returns how much larger gradients are where all advantages are `factor` times as large, if it is not that."""
         batch, _ = self.neutral["plain"]
-        scaled = ({**batch, "advantage": times * batch["advantage"]} for times in (0, 1, 3))
-        zero, one, three = (self.loss.read(batch).gradient[0, 0] for batch in scaled)
-        return float((three - zero) / (3 * (one - zero)))
+        scaled = ({**batch, "advantage": times * batch["advantage"]} for times in (0, 1, factor))
+        zero, one, more = (self.loss.read(batch).gradient[batch["mask"]] for batch in scaled)
+        times = (more - zero) / (one - zero)
+        return float(times[(times - factor).abs().nan_to_num().argmax()])
 
     @cached_property
     def exponents(self) -> Mapping[tuple[bool, str, str, int], float]:
         """d log weight / d log-prob by sign of A, policy, place of the token (`PLACES`) and side (1 or -1)."""
-        result = {}
+        result, moves = {}, list(product(POLICIES, (1, -1)))
         for positive, advantage in SIGNS.items():
-            batch = probes.of_rows(1 + 2 * len(POLICIES), advantage)
-            sides = [(policy, side) for policy in POLICIES for side in (1, -1)]
-            for row, (policy, side) in enumerate(sides, 1):
+            batch = probes.of_rows(1 + len(moves), advantage)
+            for row, (policy, side) in enumerate(moves, 1):
                 batch[policy][row, MOVED] += side * STEP
             gradient = self.loss.policy_gradient(batch)
-            for row, (policy, side) in enumerate(sides, 1):
-                for place, column in PLACES.items():
-                    share = float(gradient[row, column] / gradient[0, column])
-                    change = math.log(share) if share > 0 else share - 1
-                    result[positive, policy, place, side] = change / (side * STEP)
+            for (row, (policy, side)), (place, column) in product(enumerate(moves, 1), PLACES.items()):
+                share = float(gradient[row, column] / gradient[0, column])
+                change = math.log(share) if share > 0 else share - 1
+                result[positive, policy, place, side] = change / (side * STEP)
         return result
 
     def exponent(self, positive: bool, policy: str, place: str = "own") -> float:
@@ -153,20 +149,13 @@ class Readings:
     def bends(self, probe: Probe) -> dict[tuple[bool, int], Bends]:
         """Returns the bends of a probe by sign of A and direction of the shift."""
         if probe not in self._bends:
-            found = self._bends[probe] = {}
-            for positive, advantage in SIGNS.items():
-                curve = partial(self.weights, probe, advantage=advantage)
-                for direction, points in ((1, POINTS[probe.highest >= POINTS]), (-1, -POINTS)):
-                    found[positive, direction] = find_bends(curve, points)
+            points = POINTS[probe.highest >= POINTS]
+            self._bends[probe] = {
+                (positive, direction): find_bends(partial(self.weights, probe, advantage=advantage), shifts)
+                for positive, advantage in SIGNS.items()
+                for direction, shifts in ((1, points), (-1, -POINTS))
+            }
         return self._bends[probe]
-
-    @cached_property
-    def curves(self) -> Mapping[tuple[Probe, bool], Tensor]:
-        """The weights at `SHIFTS`, as far as each probe goes."""
-        return {
-            (probe, positive): self.weights(probe, SHIFTS.clamp(max=probe.highest), advantage)
-            for probe, (positive, advantage) in product(probes.PROBES, SIGNS.items())
-        }
 
     @cached_property
     def padding(self) -> Mapping[str, Mapping[str, float]]:
@@ -182,16 +171,35 @@ class Readings:
         return result
 
     @cached_property
-    def split(self) -> list[Tensor]:
-        """The gradient of each of two micro-batches over that of the whole, at its trained tokens."""
-        batch = probes.of_lengths([6, 3, 4, 1, 5])
-        batch["current"] = batch["current"] + STEP / 10
-        whole = self.loss.read(batch).gradient
-        result = []
+    def split(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradient of each of two micro-batches over that of the whole, where policies are nearly equal.
+
+        And the same where policies of some responses are apart, relative to that; there also with twice the padding.
+        """
+        near, apart = (probes.of_lengths([6, 3, 4, 1, 5]) for _ in range(2))
+        near["current"] = near["current"] + STEP / 10
+        for count, name in enumerate(POLICIES, 1):
+            apart[name] = apart[name] + 0.2 * torch.tensor([0, 3, 1, 4, 2])[:, None] * (9 * count * apart[name]).sin()
+        parts = [self._parts(batch) for batch in (near, apart)]
+        return parts[0][:2], [(b / a).nan_to_num(1.0, math.inf) for a, b in zip(*parts, strict=True)]
+
+    def _parts(self, batch: Batch) -> list[Tensor]:
+        """Gradients of two micro-batches, and with twice the padding, over those before, at trained tokens."""
+        before, result = self.loss.read(batch).gradient, []
         for rows in (slice(2), slice(2, None)):
             part = {key: value[rows] for key, value in batch.items()}
-            result.append((self.loss.read(part, Update(batch, 2)).gradient / whole[rows])[part["mask"]])
-        return result
+            result.append((self.loss.read(part, Update(batch, 2)).gradient / before[rows])[part["mask"]])
+        columns = batch.keys() - {"advantage"}
+        wide = batch | {key: torch.cat([batch[key], batch[key][:, -2:]], 1) for key in columns}
+        return [*result, (self.loss.read(wide).gradient[:, :-2] / before)[batch["mask"]]]
+
+    @cached_property
+    def of_others(self) -> Tensor:
+        """The gradient of responses where the advantage of another one is twice as large, over that before."""
+        batch, _ = self.neutral["plain"]
+        twice = {**batch, "advantage": torch.cat([2 * batch["advantage"][:1], batch["advantage"][1:]])}
+        before, after = (self.loss.read(one).gradient for one in (batch, twice))
+        return (after / before)[1:][batch["mask"][1:]].nan_to_num(1.0, math.inf)
 
     @cached_property
     def kl_curve(self) -> Tensor:
@@ -257,7 +265,7 @@ class Readings:
         By shift in nats, whether A > 0, and what drifts.
         """
         result = {}
-        for x, (positive, advantage), probe in product(NEIGHBOR_SHIFTS, SIGNS.items(), ONES):
+        for x, (positive, advantage), probe in product((0.4, 3.0, -3.0), SIGNS.items(), ONES):
             batches = (probe.batch(torch.tensor([shift, 0.0]).double(), advantage) for shift in (0.0, x))
             before, after = map(self.loss.policy_gradient, batches)
             result[x, positive, probe] = (after / before)[:, :TOKENS]
@@ -265,8 +273,8 @@ class Readings:
 
     def curvature(self, probe: Probe, positive: bool) -> float:
         """Returns the second derivative of the weight at 1: p**2 for ratio**p, 0 for 1 + p * log ratio."""
-        middle = self.curves[probe, positive][len(SHIFTS) // 2 - 1 :][:2]
-        return float(middle.sum() - 2) / SMALL**2
+        near = self.weights(probe, torch.tensor([-5 * STEP, 5 * STEP]).double(), SIGNS[positive])
+        return float(near.sum() - 2) / (5 * STEP) ** 2
 
     @cached_property
     def rounded(self) -> bool:
@@ -292,7 +300,7 @@ class Readings:
         packed: with ids of responses, by which an objective allows what it refuses without.
         """
         result = []
-        for batch in (*(probe.batch(torch.tensor([3.0, -3.0]).double(), UP) for probe in ONES), RANDOM[-1]):
+        for batch in (*REJECTED, RANDOM[-1]):
             mask, ids = batch["mask"], torch.arange(len(batch["mask"]))[:, None].expand_as(batch["mask"])
             advantage = torch.where(torch.arange(mask.shape[1]) == MOVED, -batch["advantage"], batch["advantage"])
             given = {**batch, "advantage": advantage, **({"sequence_ids": ids} if packed else {})}

@@ -1,6 +1,6 @@
-"""Calls a loss function of any trainer with a batch, by the names of its parameters.
+"""Calls a loss function of any trainer with a batch, by the names of its parameters (signatures.toml).
 
-    ours, verl's and most others'   tensors by name (`TENSORS`), and the counts of the update by name (`COUNTS`)
+    ours, verl's and most others'   tensors and the counts of the update, by name
     slime's and Miles' custom loss  (args, batch, logits, sum_of_sample_mean)
     prime-rl's custom loss          (inputs), one response at a time
     a method of a TRL trainer       (self, model, inputs)
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,36 +24,8 @@ from trimtab.check_loss import stand_ins
 from trimtab.check_loss.probes import Batch, Loss, Update, of_lengths
 from trimtab.errors import TrimtabError, did_you_mean
 
-TENSORS: dict[str, tuple[str, ...]] = {
-    "current": (
-        *("logp_current", "log_prob", "log_probs", "logprobs", "logps", "logp", "new_log_probs", "new_logps"),
-        *("new_logprobs", "curr_logprobs", "current_logps", "per_token_logps", "trainer_logprobs", "action_log_probs"),
-    ),
-    "proximal": (
-        *("logp_proximal", "old_log_prob", "old_log_probs", "old_logprobs", "old_logps", "old_logp", "logp_old"),
-        *("prev_logprobs", "old_per_token_logps", "old_action_log_probs", "proximal_logprobs", "proximal_logp"),
-    ),
-    "behavior": (
-        *("logp_behavior", "rollout_log_probs", "rollout_log_prob", "rollout_logprobs", "sampling_per_token_logps"),
-        *("inference_logprobs", "generation_logprobs", "sampler_logps", "behavior_logprobs", "behave_logp"),
-    ),
-    "reference": (
-        *("logp_reference", "ref_log_prob", "ref_log_probs", "ref_logprobs", "ref_logps", "ref_logp"),
-        *("reference_logprobs", "ref_per_token_logps", "base_action_log_probs"),
-    ),
-    "mask": ("response_mask", "loss_mask", "completion_mask", "action_mask", "token_mask", "masks"),
-    "advantage": ("advantages",),
-    "entropy": ("entropies",),
-    **dict.fromkeys(("off_policy", "turn", "age", "head_current", "head_behavior"), ()),
-}
-"""Field -> further names of a parameter that takes it, (batch, time)."""
-COUNTS: dict[str, tuple[str, ...]] = {
-    "tokens": ("num_tokens", "total_tokens", "token_count", "num_items_in_batch", "batch_num_tokens"),
-    "responses": ("num_responses", "num_sequences", "num_samples", "global_batch_size", "batch_size"),
-    "trained_responses": (),
-    "parts": ("accumulation_steps", "gradient_accumulation_steps", "num_micro_batches", "micro_batches"),
-}
-"""Count of the whole update -> further names of a parameter that takes it."""
+TENSORS, COUNTS = (stand_ins.TABLES[table] for table in ("tensors", "counts"))
+FIELDS: dict[str, list[str]] = TENSORS | COUNTS
 GIVEN = {"loss_agg_mode": "token-mean", "rollout_is_weights": None}
 """Values of parameters of verl's losses that have no default."""
 
@@ -66,12 +39,13 @@ def of_function(function: Callable[..., Any], arguments: Mapping[str, Any] | Non
     """
     label = name or getattr(function, "__name__", "loss")
     built = function() if isinstance(function, type) else function
-    function = getattr(built, "forward", built)
-    with stand_ins.float_means_double():
-        call, inputs = _call(function, dict(arguments or {}))
+    # Losses apply `.float()` to log-probs in 16 bits; here it keeps float64.
+    in_double = partial(patch.object, torch.Tensor, "float", torch.Tensor.double)
+    with in_double():
+        call, inputs = _call(getattr(built, "forward", built), dict(arguments or {}))
 
     def scalar(batch: Batch, update: Update) -> Tensor:
-        with stand_ins.float_means_double():
+        with in_double():
             return _scalar(call(batch, update), label)
 
     return Loss(label, scalar, inputs)
@@ -91,19 +65,18 @@ def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_in
 
 def _of_object(key: str, given: dict[str, Any]) -> dict[str, Any]:
     """Takes the values of `key.name` out of the arguments."""
-    own = {name.removeprefix(f"{key}."): value for name, value in given.items() if name.startswith(f"{key}.")}
-    for name in own:
-        del given[f"{key}.{name}"]
-    return own
+    names = [name for name in given if name.startswith(f"{key}.")]
+    return {name.removeprefix(f"{key}."): given.pop(name) for name in names}
 
 
 def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stand_ins.Call, str]:
     config = _of_object("config", given)
-    parameters = inspect.signature(function).parameters
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = {key: one for key, one in inspect.signature(function).parameters.items() if one.kind not in several}
     if config and "config" not in parameters:
         raise TrimtabError(f"--arguments config.{next(iter(config))}: the function has no parameter `config`")
     meanings, values = _meanings(parameters, given)
-    optional = {name for name, parameter in parameters.items() if parameter.default is not inspect.Parameter.empty}
+    optional = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
 
     def call(batch: Batch, update: Update, form: tuple[torch.dtype, str]) -> Any:
         dtype, shape = form
@@ -117,11 +90,8 @@ def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[stan
             "trained_responses": update.batch["mask"].any(1).sum(),
             "parts": update.parts,
         }
-        own = {
-            name: fields[field]
-            for name, field in meanings.items()
-            if update.counted or field not in COUNTS or name not in optional
-        }
+        left = set() if update.counted else {name for name in optional if meanings.get(name) in COUNTS}
+        own = {name: fields[field] for name, field in meanings.items() if name not in left}
         if "config" in parameters and "config" not in values:
             own["config"] = stand_ins.verl_config(config, update)
         return function(**values, **own)
@@ -141,29 +111,27 @@ def _meanings(
 
     Raises `TrimtabError` for a parameter without default and meaning, and for arguments that name nothing.
     """
-    own = {name: field for field, names in (TENSORS | COUNTS).items() for name in (field, *names)}
-    mapped, values = {}, {}
+    known = {name: field for field, names in FIELDS.items() for name in (field, *names)}
+    mapped, values = dict[str, str](), dict[str, Any]()
     for key, value in given.items():
-        if key in TENSORS | COUNTS and isinstance(value, str) and value in parameters:
+        if key in FIELDS and isinstance(value, str) and value in parameters:
             mapped[value] = key
         elif key in parameters:
             values[key] = value
         else:
-            known = [*TENSORS, *COUNTS, *parameters]
-            raise TrimtabError(f"--arguments {key}={value}: no parameter has that name{did_you_mean(key, known)}")
-    taken = set(mapped.values())
+            near = did_you_mean(key, [*FIELDS, *parameters])
+            raise TrimtabError(f"--arguments {key}={value}: no parameter has that name{near}")
     for name, parameter in parameters.items():
-        if name in mapped or name in values or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        if name in mapped or name in values:
             continue
-        if name in own and own[name] not in taken:
-            mapped[name] = own[name]
-            taken.add(own[name])
-        elif name in GIVEN and parameter.default is parameter.empty:
+        if name in known and known[name] not in mapped.values():
+            mapped[name] = known[name]
+        elif parameter.default is parameter.empty and name in GIVEN:
             values[name] = GIVEN[name]
-        elif name != "config" and parameter.default is parameter.empty:
+        elif parameter.default is parameter.empty and name != "config":
             raise TrimtabError(
                 f"the meaning of the parameter `{name}` is not known: give a value, --arguments {name}=0.2, or say "
-                f"what it takes, --arguments FIELD={name} with a FIELD of {', '.join(TENSORS | COUNTS)}"
+                f"what it takes, --arguments FIELD={name} with a FIELD of {', '.join(FIELDS)}"
             )
     for field in ("current", "advantage"):
         if field not in mapped.values():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.resources
 import inspect
 import sys
+import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,25 +19,7 @@ from trimtab.check_loss.probes import Batch, Update
 from trimtab.errors import TrimtabError, did_you_mean
 
 Call = Callable[[Batch, Update], Any]
-VERL = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "entropy_coeff": 0.0}
-"""verl's defaults, for a loss that is checked where verl is not installed."""
-SLIME = {
-    **{"calculate_per_token_loss": False, "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None},
-    **{"entropy_coef": 0.0, "use_kl_loss": False, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_tis": False},
-    **{"advantage_estimator": "grpo", "rollout_temperature": 1.0, "qkv_format": "thd", "use_opsm": False},
-}
-"""slime's and Miles' defaults."""
-
-
-@contextmanager
-def float_means_double() -> Iterator[None]:
-    """Lets `.float()` keep float64, which losses apply to log-probs in 16 bits."""
-    before = torch.Tensor.float
-    torch.Tensor.float = lambda self, *_, **__: self.double()  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.float = before  # type: ignore[method-assign]
+TABLES = tomllib.loads((importlib.resources.files("trimtab.check_loss") / "signatures.toml").read_text("utf-8"))
 
 
 class _Config(SimpleNamespace):
@@ -52,7 +34,7 @@ def verl_config(given: Mapping[str, Any], update: Update) -> Any:
     counts = {"dp_size": 1, "batch_num_tokens": update.tokens, "global_batch_size": update.responses}
     counts |= {"loss_scale_factor": None}
     if "verl" not in sys.modules:
-        return _Config(**{**VERL, "global_batch_info": counts, "policy_loss": _Config(), **given})
+        return _Config(**{**TABLES["verl"], "global_batch_info": counts, "policy_loss": _Config(), **given})
     actor = importlib.import_module("verl.workers.config.actor")
     inner = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("policy_loss.")}
     own = {name: value for name, value in given.items() if not name.startswith("policy_loss.")}
@@ -68,14 +50,14 @@ def prime_rl(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
 
     def call(batch: Batch, update: Update) -> Tensor:
         total = batch["current"].new_zeros(())
-        for row in range(len(batch["mask"])):
+        for row, mask in enumerate(batch["mask"]):
             inputs = SimpleNamespace(
                 trainer_logprobs=batch["current"][row],
                 inference_logprobs=batch["behavior"][row],
                 ref_logprobs=batch["reference"][row],
                 teacher_logprobs=None,
-                advantages=batch["advantage"][row].expand(batch["mask"].shape[1]),
-                loss_mask=batch["mask"][row],
+                advantages=batch["advantage"][row].expand_as(mask),
+                loss_mask=mask,
                 loss_weights=None,
             )
             value = function(inputs, **given)
@@ -90,7 +72,7 @@ def slime(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
 
     The first id has the log-prob of the batch, so that log_softmax returns it, with its gradient.
     """
-    args = SimpleNamespace(**{**SLIME, **given})
+    args = SimpleNamespace(**{**TABLES["slime"], "eps_clip_c": None, **given})
 
     def call(batch: Batch, update: Update) -> Tensor:
         mask = batch["mask"]
@@ -170,17 +152,15 @@ def _trl_attributes(config: Mapping[str, Any], batch: Batch, update: Update) -> 
     high, one_rank = config.get("epsilon_high"), {"gather": lambda x: x, "reduce": lambda x, **_: x}
     return {
         **config,
+        **TABLES["trl"],
         "args": SimpleNamespace(**{**config, "steps_per_generation": update.parts}),
         "accelerator": SimpleNamespace(num_processes=1, sync_gradients=True, **one_rank),
         "model": SimpleNamespace(training=True),
         "epsilon_low": config["epsilon"],
         "epsilon_high": config["epsilon"] if high is None else high,
-        "use_vllm": False,
         "_get_per_token_logps_and_entropies": lambda *_, **__: (batch["current"], batch["entropy"], None),
         "current_gradient_accumulation_steps": update.parts,
         "max_completion_length": config.get("max_completion_length") or 1024,
         "_entropy_bonus_enabled": config.get("entropy_coef", 0.0) != 0,
-        "use_adaptive_entropy": False,
-        "aux_loss_enabled": False,
         "_metrics": {"train": defaultdict(list)},
     }

@@ -30,6 +30,7 @@ from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, wid
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.objectives import code
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.centering import Centering
@@ -241,8 +242,6 @@ class Objective:
         command: what prints it, for the comment at its head. Raises `TrimtabError` naming a class of one of its parts
         that has no `code`.
         """
-        from trimtab.objectives import code
-
         parts = code.Parts(**{name: getattr(self, name) for name in code.Parts._fields})
         return code.write(parts, command or f'trimtab.objective("{self.name}", ...).code()')
 

@@ -136,6 +136,11 @@ EXP = ".clamp(-20, 20).exp()"
 LATE = "zero)\n    behavior = mask * torch.nn.functional.pad(behavior[:, :-1], (1, 0))\n    advantage ="
 KEPT_IN_ROW = "(losses / keep.sum(1, keepdim=True).clamp(min=1)).sum()"
 RATIO, CLIPPED = "torch.minimum(ratio * advantage, ", "ratio.clamp(0.8, 1.2) * advantage)"
+LENGTH = "length = mask.sum(1, keepdim=True).clamp(min=1)"
+OF_WIDTH = "length = torch.full_like(mask[:, :1], mask.shape[1], dtype=torch.long)"
+AVERAGED = "weight = (weight * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)\n    losses ="
+OF_RATIOS = "torch.where(mask, log_rho.exp(), zero).sum(1, keepdim=True) / length"
+GEOMETRIC = "(log_rho.sum(1, keepdim=True) / length).clamp(-20, 20).exp()"
 PRODUCT = "-torch.minimum(weight * ratio * advantage, (weight * ratio).clamp(0.8, 1.2) * advantage)"
 LIVE = "log_rho = proximal - behavior + current - current.detach()"
 
@@ -153,7 +158,7 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         ("geo-mask", "log_rho.sum(1, keepdim=True)", "log_rho.sum()", "batch-statistics", "over the wrong axis"),
         ("token-tis", "losses =", NORMALIZED, "batch-statistics", "divided by their mean over the batch"),
         ("geo-mask", "return torch.where(", OF_KEPT, "denominator", "tokens that the mask rejects are not counted"),
-        ("icepop", "length = mask.sum(1, keepdim=True).clamp(min=1)", OF_KEPT_IN_ROW, "denominator", "1.333 times"),
+        ("icepop", LENGTH, OF_KEPT_IN_ROW, "denominator", "1.333 times"),
         ("geo-mask", "tokens = mask.sum()", "tokens = keep.sum()", "default", "has 3 times the gradient with them"),
         ("token-tis", "tokens = mask.sum()", "tokens = 2 * mask.sum()", "default", "the count of the batch"),
         ("grpo", "log_ratio = current - proximal", ROUNDED, "rounding", "compute in float32"),
@@ -174,15 +179,18 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         ("grpo", RATIO + CLIPPED, CLIPPED[:-1], "clip", "the minimum with the term that is not clipped is missing"),
         ("token-tis", "-weight * surrogate", PRODUCT, "weight", "the clip is on the weight times the ratio"),
         ("geo-mask", "(log_rho.sum(1, keepdim=True) / length)", "log_rho", "level", "rejected per token, not per"),
+        ("geo-mask", GEOMETRIC, OF_RATIOS, "level", "bound exp of that mean, not a mean of ratios"),
+        ("token-tis", "rho.clamp(max=2)", "rho.clamp(max=0.5)", "weight", "does beyond a ratio of 0.5"),
+        ("token-tis", "losses =", "weight = weight[:, :1]\n    losses =", "level", "take the token's own"),
+        ("token-tis", "losses =", AVERAGED, "level", "of the mean over the response, not of the ratio of the token"),
+        ("grpo", "current - proximal", "proximal - current", "sign", "is the ratio upside down"),
+        ("cispo", "current - proximal", "proximal - current", "inverse", "the ratio is upside down"),
+        ("grpo", "mask, advantage, zero", "mask, advantage.roll(1, 0), zero", "batch-statistics", "its own advantage"),
+        ("grpo", "-surrogate, 0.0)", "-surrogate, 0.0).clamp(-9, 9)", "normalized-advantage", "100 times as large"),
+        ("gspo", LENGTH, OF_WIDTH, "denominator", "not the width of the batch"),
         ("seq-mis", "log_rho.sum(1, keepdim=True)", "log_rho", "level", "ratio of the token, not of the product over"),
         ("opsm", "(losses / length).sum()", KEPT_IN_ROW, "denominator", "where advantages differ within a response"),
-        (
-            "dppo",
-            "tokens = mask.sum()",
-            "tokens = keep.sum()",
-            "default",
-            "tokens that the mask rejects are not counted",
-        ),
+        ("dppo", "tokens = mask.sum()", "tokens = keep.sum()", "default", "that the mask rejects are not counted"),
         ("dppo", "losses = torch.where(keep, -", "losses = torch.where(mask, -", "clip", "π/μ of a"),
     ],
 )
@@ -194,6 +202,17 @@ def test_a_slip_in_printed_code_is_named_by_its_cause(name: str, right: str, wro
     differences = found(next(value for key, value in names.items() if key.endswith("_loss")), name)
     assert (differences[0][0], said in differences[0][1]) == (kind, True)
     assert not any(" nan " in text for _, text in differences)
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"), [("token-tis", {"normalize": True}), ("geo-mask", {"denominator": "kept"}), ("m2po", {})]
+)
+def test_a_statistic_of_the_micro_batch_is_named(name: str, keywords: dict[str, Any]) -> None:
+    """The printed code has it, where nobody passes that of the update."""
+    names: dict[str, Any] = {}
+    exec(trimtab.objective(name, **keywords).code(), names)  # noqa: S102  what Trimtab prints
+    kind, text = found(next(value for key, value in names.items() if key.endswith("_loss")), name, **keywords)[0]
+    assert (kind, "depends on the others of its micro-batch" in text) == ("batch-statistics", True)
 
 
 def test_a_difference_that_no_probe_is_made_for_is_found_on_random_batches() -> None:
