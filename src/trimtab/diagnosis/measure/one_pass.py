@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.batches import batch_findings
+from trimtab.diagnosis.measure.odd_batches import batch_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
