@@ -109,7 +109,7 @@ def test_responses_that_carry_a_difference_are_counted() -> None:
 def test_lists_without_relation_belong_to_other_tokens() -> None:
     data = Drawn()
     table = data.table(data.logits + data.noise(0.02))
-    moved = np.asarray(table.proximal).reshape(RESPONSES, LENGTH)
+    moved = table.trainer.reshape(RESPONSES, LENGTH).copy()
     moved[::6] = np.random.default_rng(1).permutation(moved[::6], axis=1)
     table = replace(table, proximal=moved.reshape(-1))
     found = find_signs(LogprobPairs.of(table))
