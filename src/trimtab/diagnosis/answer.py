@@ -50,6 +50,8 @@ PROOF = {
     "differential": "Not known: {text}",
 }
 """What the first line says of each kind of answer."""
+OF_BATCH = ("repeated", "advantages")
+"""Findings about the responses of a batch, which the verdict repeats: the log-probs may be right nevertheless."""
 RESCORE = "trimtab rescore FILE --model PATH"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
 Kind = Literal["healthy", "proven", "fits", "differential"]
@@ -131,6 +133,9 @@ class Diagnosis:
             kind, named = "proven", [("", f"{candidates[0].plain} ({candidates[0].name}), as its test found.")]
         named[0] = ("", PROOF[kind].format(text=f"{named[0][1][0].lower()}{named[0][1][1:]}") or named[0][1])
         named += [(f"Candidate {place}", candidate_text(one)) for place, one in enumerate(candidates, start=1)]
+        named += [
+            ("Also", f"{one.detail[0].upper()}{one.detail[1:]}.") for one in origin.findings if one.name in OF_BATCH
+        ]
         same = [outcome for outcome in self.outcomes if outcome.preset == recommended.preset]
         exact = [outcome for outcome in same if dict(outcome.overrides) == dict(recommended.overrides)]
         return Answer(
@@ -216,7 +221,11 @@ def _first_step(
         return next(iter(faults.values()))
     if kind == "healthy":
         # Recommended only where trainer and sampler agree to rounding.
-        return f"No fault shows: {'no correction is needed' if diagnosis.recommendation.preset == 'grpo' else method}."
+        use = "no correction is needed" if diagnosis.recommendation.preset == "grpo" else method
+        odd = [f"{one.next_step}." for one in diagnosis.measured.origin.findings if one.name in OF_BATCH]
+        return (
+            f"{odd[0][0].upper()}{odd[0][1:]} The log-probs show no fault: {use}." if odd else f"No fault shows: {use}."
+        )
     if doubt is not None:
         return f"{doubt.test}. If {doubt.intended}, {method}."
     if diagnosis.causes:

@@ -306,6 +306,17 @@ def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
     return Alarm("note", "gradient-explosion", detail, advice, norm)
 
 
+def gradient_is_zero(steps: Sequence[Step]) -> Alarm | None:
+    """The gradient norm of the last steps is exactly 0."""
+    if _values(steps[-WINDOW:], "grad_norm").any():  # NaN counts as True
+        return None
+    detail = f"the gradient norm is 0 in the last {WINDOW} steps: nothing is learned"
+    advice = (
+        "check that the loss depends on trained weights (ratio not detached, mask, adapter) and that advantages differ"
+    )
+    return Alarm("note", "gradient-zero", detail, advice, 0.0)
+
+
 def reward_collapses(steps: Sequence[Step]) -> Alarm | None:
     """The reward of the last steps is below half of its best, by three standard errors."""
     rewards = _values(steps, "reward/mean")
@@ -377,6 +388,7 @@ RULES = (
     AlarmRule(effective_sample_size_is_low, "mismatch/ess_token", RECENT),
     AlarmRule(gradient_norm_falls, "grad_norm", KEPT),
     AlarmRule(gradient_norm_explodes, "grad_norm", WINDOW + LEAST_BEFORE),
+    AlarmRule(gradient_is_zero, "grad_norm", WINDOW + LEAST_BEFORE),
     AlarmRule(reward_collapses, "reward/mean", KEPT),
     AlarmRule(responses_are_truncated, "response/truncated", 2 * RECENT),
     AlarmRule(responses_grow, "response/length", 2 * RECENT),

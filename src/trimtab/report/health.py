@@ -48,7 +48,12 @@ LOSSES = {
     "trajectories/dropped": "responses dropped",
     "metrics/nonfinite": "figures logged as not finite",
 }
-ALARMS = {"reward-collapse": "reward", "gradient-norm": "gradient norm", "gradient-explosion": "gradient norm"}
+ALARMS = {
+    "reward-collapse": "reward",
+    "gradient-norm": "gradient norm",
+    "gradient-explosion": "gradient norm",
+    "gradient-zero": "gradient norm",
+}
 """Alarms that a verdict repeats, by the name of the check. Those of the other rules are about metrics with a range."""
 MetricState = Literal["healthy", "at times", "outside"]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5

@@ -37,6 +37,7 @@ from trimtab.diagnosis.records import (
     Recommendation,
     Settings,
     View,
+    finding,
     read_table,
 )
 from trimtab.intervals import Interval
@@ -84,6 +85,16 @@ def test_where_both_sides_are_equal_no_correction_is_named() -> None:
     found = example(causes=(), size={"mismatch": {**MISMATCH, "k3": 1e-13}})
     exact = replace(found, recommendation=Recommendation("grpo", {}, "Equal."))
     assert exact.answer.verdict[-1] == ("First", "No fault shows: no correction is needed.")
+
+
+def test_what_is_odd_about_a_batch_comes_before_a_correction() -> None:
+    found = example(causes=(PRECISION,))
+    odd = finding("repeated", count=3, responses=4)
+    origin = replace(found.measured.origin, findings=(*found.measured.origin.findings, odd))
+    *_, also, first = replace(found, measured=replace(found.measured, origin=origin)).answer.verdict
+    assert also[0] == "Also"
+    assert also[1].startswith("3 of 4 responses repeat another one")
+    assert re.match("Give every server.*The log-probs show no fault: use the correction token-tis", first[1])
 
 
 def test_what_may_be_meant_is_recommended_under_a_condition() -> None:

@@ -142,6 +142,16 @@ def test_a_gradient_that_gets_smaller_because_prompts_are_learned() -> None:
         assert names(history(grad_norm=fall, reward__mean=rewards)) == expected
 
 
+def test_a_gradient_of_zero_is_noted() -> None:
+    def zeros(last: float, count: int = 20) -> list[Step]:
+        return history(grad_norm=[0.5] * (50 - count) + [0.0] * (count - 1) + [last])
+
+    assert "gradient-zero" in names(zeros(0.0))
+    assert "gradient-zero" not in names(zeros(0.0, count=19))
+    assert "gradient-zero" not in names(zeros(1e-9))
+    assert "gradient-zero" not in names(zeros(float("nan")))
+
+
 def test_a_gradient_ten_times_that_of_the_first_steps_is_noted_unless_the_reward_rises() -> None:
     def explosion(after: float, rise: float = 0.0, before: int = 30) -> list[Step]:
         rewards = [0.4 + 0.05 * (-1) ** step + rise * (step >= before) for step in range(before + 20)]

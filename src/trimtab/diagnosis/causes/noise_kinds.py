@@ -23,6 +23,7 @@ from trimtab.diagnosis.causes.detector import (
     Context,
     LogprobPairs,
     Residual,
+    centered,
     correlation,
     growth_of,
     log_size,
@@ -46,6 +47,9 @@ MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest t
 STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
 MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
+MIN_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
+MIN_SPLIT = 3.0  # standard deviations within the two groups that these must be apart
+APART = 4.0  # times as large in the responses that carry a difference as in those that do not
 
 QUANTIZED = {"eight bits": (0.13, 0.44), "four bits": (0.39, 2.0)}
 """Smallest and largest measured root mean square of logits, by the bits of weights (docs/reference-detection.md)."""
@@ -104,6 +108,26 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
 def parts_of(values: np.ndarray) -> np.ndarray:
     """Returns the part, from 0, that each value is in: `PARTS` parts with equally many values."""
     return np.searchsorted(np.quantile(values, np.arange(1, PARTS) / PARTS), values, side="left")
+
+
+def carriers(undecided: LogprobPairs) -> tuple[int, int]:
+    """Returns how many responses carry the difference if mean log sizes form two groups far apart, 0 otherwise; of how
+    many with enough undecided tokens. What grows over the steps differs between their responses, too, and is removed.
+    """
+    size = log_size(undecided.shift)
+    size = size if undecided.step is None else centered(size, undecided.step)
+    index, number = np.unique(undecided.row, return_inverse=True, return_counts=True)[1:]
+    order = np.sort((np.bincount(index, size) / number)[number >= MIN_TOKENS])
+    count = len(order)
+    if count < MIN_TOKENS:
+        return 0, count
+    first = np.arange(1, count)  # sizes of the lower group
+    low = np.cumsum(order)[:-1] / first
+    high = (order.sum() - np.cumsum(order)[:-1]) / (count - first)
+    cut = int(np.argmax(first * (count - first) * (high - low) ** 2)) + 1
+    apart = float(high[cut - 1] - low[cut - 1])
+    within = math.sqrt(float(order[:cut].var() * cut + order[cut:].var() * (count - cut)) / count)
+    return (0 if apart < max(math.log(APART), MIN_SPLIT * within) else count - cut), count
 
 
 @dataclass(frozen=True)
@@ -323,6 +347,8 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
         if not is_few:
             text += ", of other sizes in other contexts"
             return [_by_size(tokens, noise, text)] if judge(K3, noise.k3) == "healthy" else []
+        if carriers(tokens.select(tokens.undecided))[0]:  # experts change in every response
+            return []
         evidence = (
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "
             f"{noise.far_k3:.0%} of k3, as where other experts answer; {text}"

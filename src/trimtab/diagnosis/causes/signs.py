@@ -16,6 +16,8 @@ from trimtab.diagnosis.causes.detector import (
     LogprobPairs,
     Residual,
     centered,
+    correlation,
+    growth_of,
     log_size,
     logit,
     robust_scale,
@@ -27,7 +29,10 @@ from trimtab.diagnosis.causes.noise_kinds import (
     MAX_ROUTING_SHARE,
     MIN_FAR_SIDES,
     MIN_FAR_TOKENS,
+    MIN_GROUP_TOKENS,
+    MIN_TOKENS,
     QUANTIZED,
+    carriers,
     drift_between_steps,
     id_part,
     part_by_probability,
@@ -45,9 +50,15 @@ MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probabilit
 MAX_LOOSE = 0.3  # part of the variance on a line below which there is none [other contexts: .15, temperatures: .7]
 END_LIFT = 5.0  # least ratio of the share of k3 of first or last tokens to their share of the tokens
 MIN_SEEN = 0.7  # usual shifts by which tokens that occurred before must differ from others
-MIN_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
-MIN_SPLIT = 3.0  # standard deviations within the two groups that these must be apart
-APART = 4.0  # times as large in the responses that carry a difference as in those that do not
+UNLIKE = 0.3  # nats by which the lists of a response must differ on average before it is asked whether they are related
+MAX_UNLIKE = 3.0  # nats: a difference beyond it counts as this much
+MAX_RELATED = (
+    0.2  # correlation below which two lists have no relation [other contexts: .25 and more, other weights: .28]
+)
+MIN_UNRELATED = 200  # fewest tokens of such responses
+NEVER = -20.0  # log-prob as which smaller ones count
+TURN_GROWTH = 4.0  # least growth of sizes from one turn to the next
+MAX_TURNS = 50  # most turns that are compared
 
 
 Sign = tuple[str, str]
@@ -61,12 +72,14 @@ def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[s
         return {}
     found = (
         *_of_mean(tokens),
+        *_of_pairs(tokens),
         *_of_size(undecided),
         *_of_direction(undecided),
         *_of_tail(undecided),
         *_of_ids(tokens, undecided),
         *_of_responses(undecided),
         *_of_depth(undecided),
+        *_of_turns(undecided),
         *_of_ends(tokens),
         *_of_time(tokens, assumes_current=assumes_current),
         *_of_settings(tokens),
@@ -81,6 +94,20 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
         yield name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})"
     elif residual.mean_is_one == "yes":
         yield "mean-one", f"the mean ratio is {residual.ratio_mean:.4g}, as of two complete distributions"
+
+
+def _of_pairs(tokens: LogprobPairs) -> Iterator[Sign]:
+    """Whether the two lists of some responses have no relation, as those of different tokens."""
+    rows, index = np.unique(tokens.row, return_inverse=True)
+    mean = np.bincount(index, np.minimum(np.abs(tokens.log_ratio), MAX_UNLIKE)) / np.bincount(index)
+    unlike = (mean > UNLIKE)[index]
+    if unlike.sum() < MIN_UNRELATED:
+        return
+    both = [values[unlike] for values in (tokens.behavior, tokens.trainer)]
+    related = max(correlation(*map(change, both)) for change in (np.exp, lambda logp: np.maximum(logp, NEVER)))
+    if related < MAX_RELATED:
+        where = f"{int((mean > UNLIKE).sum())} of {len(rows)} responses"
+        yield "no-relation", f"in {where} the two lists of log-probs have no relation (correlation {related:.2f})"
 
 
 def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -164,12 +191,10 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
     size = log_size(undecided.shift)
     if undecided.step is not None:  # what grows over the steps differs between their responses, too
         size = centered(size, undecided.step)
-    rows, index, count = np.unique(undecided.row, return_inverse=True, return_counts=True)
-    enough = count >= MIN_TOKENS
-    if enough.sum() < 4:
+    rows, count = np.unique(undecided.row, return_counts=True)
+    if (count >= MIN_TOKENS).sum() < 4:
         return
     part = explained(size, undecided.row, MIN_TOKENS)
-    means = (np.bincount(index, size) / count)[enough]
     prompt = undecided.prompt
     of_prompt = 0.0 if prompt is None else explained(size, prompt, MIN_TOKENS)
     if part < MIN_PART:
@@ -178,22 +203,9 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
         yield "by-prompt", f"the prompt decides {of_prompt:.0%} of the variance of sizes"
     else:
         yield "by-response", f"the response decides {part:.0%} of the variance of sizes"
-    if part >= MIN_PART and (carriers := _carriers(means)):
-        yield "some-clean", f"{carriers} of {len(means)} responses carry it, the others are clean"
-
-
-def _carriers(means: np.ndarray) -> int:
-    """Returns how many responses carry the difference if mean log sizes form two groups far apart; 0 otherwise."""
-    order, count = np.sort(means), len(means)
-    first = np.arange(1, count)  # sizes of the lower group
-    low = np.cumsum(order)[:-1] / first
-    high = (order.sum() - np.cumsum(order)[:-1]) / (count - first)
-    cut = int(np.argmax(first * (count - first) * (high - low) ** 2)) + 1
-    apart = float(high[cut - 1] - low[cut - 1])
-    within = math.sqrt(float(order[:cut].var() * cut + order[cut:].var() * (count - cut)) / count)
-    if count < 8 or apart < max(math.log(APART), MIN_SPLIT * within):
-        return 0
-    return count - cut
+    carry, compared = carriers(undecided)
+    if part >= MIN_PART and carry:
+        yield "some-clean", f"{carry} of {compared} responses carry it, the others are clean"
 
 
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -210,6 +222,20 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
         yield "deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})"
     elif z < 0 and times < 1 / MIN_TREND:
         yield "earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end"
+
+
+def _of_turns(undecided: LogprobPairs) -> Iterator[Sign]:
+    """Whether it begins with a turn: sizes jump from one turn to the next, unlike those that grow with the depth."""
+    numbers = np.unique(undecided.turn)[:MAX_TURNS].tolist()
+    turns = [undecided.shift[undecided.turn == number] for number in numbers]
+    jumps = [
+        (growth_of(after, before), number)
+        for number, before, after in zip(numbers[1:], turns, turns[1:], strict=False)
+        if min(len(before), len(after)) >= MIN_GROUP_TOKENS
+    ]
+    (times, z), number = max(jumps, default=((0.0, 0.0), 0))
+    if times > TURN_GROWTH and z > SIGN_Z:
+        yield "from-turn", f"it is {times:.0f} times as large in turn {number + 1} as in the turn before (z = {z:.0f})"
 
 
 def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.diagnosis.measure.odd_batches import batch_findings
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
 from trimtab.diagnosis.measure.rescored import rescored_sides
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
@@ -63,7 +64,12 @@ def measure(
         origin=replace(
             summary,
             trained=trained,
-            findings=(*summary.findings, *constants.findings(), *_of_sample(drawn, trained, sides)),
+            findings=(
+                *summary.findings,
+                *constants.findings(),
+                *batch_findings(drawn),
+                *_of_sample(drawn, trained, sides),
+            ),
         ),
         size=sizes.size(summary.anchor, seed),
         views={view.name: view for view in views if view is not None and view.name != unknown},

@@ -106,6 +106,35 @@ def test_responses_that_carry_a_difference_are_counted() -> None:
     assert rank(found)[0].name == "batch-layout"
 
 
+def test_lists_without_relation_belong_to_other_tokens() -> None:
+    data = Drawn()
+    table = data.table(data.logits + data.noise(0.02))
+    moved = table.trainer.reshape(RESPONSES, LENGTH).copy()
+    moved[::6] = np.random.default_rng(1).permutation(moved[::6], axis=1)
+    table = replace(table, proximal=moved.reshape(-1))
+    found = find_signs(LogprobPairs.of(table))
+    assert found["no-relation"].startswith("in 20 of 120 responses")
+    assert rank(found)[0].name == "pairs"
+    causes = find_causes(plant.measured(table))
+    assert [one.name for one in causes] == ["unexplained"]  # other experts would answer in every response
+    assert find_candidates(plant.measured(table), causes, {})[0].name == "pairs"
+
+
+def test_another_context_leaves_a_relation() -> None:
+    data = Drawn()
+    assert "no-relation" not in signs(data.table(data.logits + data.noise(2.0)))
+
+
+def test_a_difference_that_begins_with_a_turn_is_one_of_context() -> None:
+    data = Drawn()
+    turn = (data.position >= 25).astype(np.int64)
+    found = find_signs(LogprobPairs.of(data.table(data.logits + data.noise(np.where(turn, 0.8, 0.02)), turn=turn)))
+    assert re.match(r"it is \d+ times as large in turn 2 as in the turn before", found["from-turn"])
+    assert rank(found)[0].name == "prompt"
+    deeper = data.noise(np.tile(np.linspace(0.02, 0.2, LENGTH), RESPONSES))
+    assert "from-turn" not in signs(data.table(data.logits + deeper, turn=turn))
+
+
 @pytest.mark.parametrize(
     ("size", "name"), [(np.linspace(0.02, 1, LENGTH), "deeper"), (np.linspace(1, 0.02, LENGTH), "earlier")]
 )
