@@ -8,7 +8,7 @@ learning rate and at half of it; the best size of each kind and the loss without
 second regime gets the three best sizes of the first. The best fixed and the best learned noise are then trained with
 eight seeds, each beside the loss without noise at the same bounds and learning rate. Sigma is learned at a hundred
 times the published rate: at that rate it moves by 2 % in 40 updates; the first table has all three rates (Figure 9 of
-arXiv 2603.19470). Runs of the fair map (--map) are not trained again. All take about 2.3 processor hours.
+arXiv 2603.19470). Runs of the fair map (--map) are not trained again. All take about 1.3 processor hours.
 """
 
 from __future__ import annotations
