@@ -147,8 +147,8 @@ class Rank:
 
     tokens: tokens run through the layers. scored: response tokens, run through the head. prompt, response: lengths of
     the longest row. rows: responses in the micro-batch. master: bytes per value of weights, gradients and optimizer
-    state. compute: bytes per value in products. recompute: gradient checkpointing. cpu: whether it computes on a CPU,
-    in smaller blocks.
+    state. compute: bytes per value in products. recompute: gradient checkpointing. offload: optimizer in CPU memory.
+    cpu: whether it computes on a CPU, in smaller blocks.
     """
 
     ranks: int
@@ -160,6 +160,7 @@ class Rank:
     master: int = 4
     compute: int = 2
     recompute: bool = False
+    offload: bool = False
     cpu: bool = False
 
     @property
@@ -171,7 +172,7 @@ class Rank:
 def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
     """Returns the bytes on the device at the peak of an update, by term."""
     compute, hidden = rank.compute, shape.hidden
-    shard = shape.parameters * rank.master / rank.ranks
+    shard = 0.0 if rank.offload else shape.parameters * rank.master / rank.ranks
     layer = layer_activations(shape, rank) * rank.tokens
     # The last residual, its norm, and the output of that norm.
     last = 3 * FLOAT32 * hidden * rank.tokens

@@ -103,6 +103,8 @@ def test_terms_of_the_peak_by_hand() -> None:
     # Two layers of activations and bfloat16 scores, the last residual, its norm and output, and the logits.
     scores = 4 * 2 * 20 * 40 * 2
     assert result["kept"] == 2 * (layer_activations(TINY, ONE) * 100 + scores) + 3 * 4 * 4 * 100 + 80 * 10 * 2
+    offloaded = rank_memory(TINY, replace(ONE, offload=True))
+    assert offloaded["weights"] == offloaded["gradients"] == offloaded["optimizer"] == 0
 
 
 def test_an_accelerator_keeps_rows_and_no_scores() -> None:
