@@ -15,6 +15,7 @@ from trimtab.diagnosis.advice.rules import RULES
 from trimtab.objectives import objective, objectives
 from trimtab.objectives.presets import PRESETS
 from trimtab.trainer.config import load_config, recipe_names
+from trimtab.trainer.features import feature
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.models.families import FAMILIES, INVARIANT, MIXTURES
 
@@ -158,13 +159,11 @@ def test_every_shipped_recipe_parses_and_names_a_known_objective(name: str) -> N
         objective(other)
 
 
-def test_the_reference_of_features_lists_every_hook() -> None:
-    table = (ROOT / "docs" / "reference-features.md").read_text().partition("| hook | for |")[2].partition("\n\n")[0]
-    listed = [
-        name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1:2][0] if line else "")
-    ]
+def test_the_interface_of_features_lists_every_hook() -> None:
     hooks = {name for name, value in vars(Feature).items() if callable(value) and not name.startswith("_")}
-    assert sorted(listed) == sorted(hooks)
+    calls, _, others = (feature.__doc__ or "").partition("in order:")[2].partition("Besides,")
+    listed = [name for line in calls.splitlines() for name in re.findall(r"(\w+)(?=,|  )", line[:27])]
+    assert sorted(listed + re.findall(r"`(\w+)`", others)) == sorted(hooks)
 
 
 def test_numbers_have_one_style_in_pages_and_in_what_is_printed() -> None:
