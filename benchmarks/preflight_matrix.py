@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shared import options_of
 from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
-from trimtab.preflight.checklist import PARTS, WHOLE, prefill
+from trimtab.preflight.checklist import PARTS, WHOLE, check_prefill
 from trimtab.trainer.models.load import BUNDLED
 
 SAMPLERS = {
@@ -42,7 +42,7 @@ def measure(name: str, model: str, lengths: list[int], count: int, url: str) -> 
             for length in lengths:
                 started = time.monotonic()
                 sampled = pair.compare(pair.prompts[:count], length)
-                found = prefill(pair, {length: sampled})
+                found = check_prefill(pair, {length: sampled})
                 figures = found.figures or {}
                 cells = [f"{figures[f'k3/{each}']:.1e}" for each in PAIRS]
                 cells += [f"{figures[f'ratio_mean/{WHOLE}']:.5f}", found.status, f"{time.monotonic() - started:.0f}"]

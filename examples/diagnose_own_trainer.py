@@ -13,7 +13,7 @@ import sys
 import torch
 
 import trimtab
-from trimtab.adapters.dump import Dump, rows
+from trimtab.adapters.dump import Dump, response_rows
 
 VOCABULARY, TOKENS, RESPONSES, TEMPERATURE = 50, 40, 64, 0.9
 
@@ -33,7 +33,7 @@ def main(folder: str) -> None:
             "logp_behavior": sampler.gather(-1, ids)[..., 0],
             "logp_proximal": trainer.gather(-1, ids)[..., 0],
         }
-        dump.write(step, list(rows(length, tokens, responses={})))
+        dump.write(step, list(response_rows(length, tokens, responses={})))
     diagnosis = trimtab.diagnose(folder)
     for cause in diagnosis.causes:
         print(f"{cause.name} (confidence {cause.confidence:.2f}): {cause.evidence}")
