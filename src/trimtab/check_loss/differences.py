@@ -92,6 +92,7 @@ class Comparison:
         (batch, own), (_, other) = (one.neutral["plain"] for one in self.both)
         mask = batch["mask"]
         gradient, flat = (own / other)[mask], (self.mine.flat / self.theirs.flat)[mask]
+        lengths = mask.sum(1, keepdim=True).expand_as(mask)[mask].double()
         same_value = _gap(self.mine.by_advantage / self.theirs.by_advantage, 1.0) < 1e-9
         for factor in (3, 100):
             times, expected = (one.homogeneity(factor) for one in self.both)
@@ -106,7 +107,8 @@ class Comparison:
             self._add("batch-statistics", "advantage", times=_range(self.mine.of_others))
         elif same_value and _gap(gradient, -1.0) < 1e-6:
             self._add("sign", "ratio")
-        elif same_value and _gap(gradient, 1.0) > 1e-6:
+        elif same_value and min(_gap(gradient, times) for times in (1.0, lengths, 1 / lengths)) > 1e-6:
+            # A product in place of a geometric mean has the gradient times the length: `_ratio` names it.
             self._add("live-weight", "gradient", times=_range(gradient))
         elif not same_value and bool((gradient < 0).all()):
             self._add("sign", "rises")

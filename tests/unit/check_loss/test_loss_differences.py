@@ -103,6 +103,16 @@ def test_another_clamp_of_the_exponent_is_a_note(bound: float, reach: int) -> No
     assert_loss(own_clamp, "grpo")
 
 
+def test_a_product_for_the_geometric_mean_is_not_called_a_live_weight() -> None:
+    def product(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, num_sequences: int) -> Tensor:
+        ratio = torch.where(mask, logps - old_logps, 0.0).sum(1, keepdim=True).exp()
+        loss = -torch.min(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
+        return (torch.where(mask, loss, 0.0).sum(1) / mask.sum(1)).sum() / num_sequences
+
+    kinds = [one.kind for one in check(of_function(product), trimtab.objective("gspo")).differences]
+    assert kinds[0] == "level"
+
+
 def test_what_only_the_whole_update_knows() -> None:
     def of_micro_batch(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
         return grpo(logps, old_logps, mask, advantages, len(mask))

@@ -52,9 +52,7 @@ END_LIFT = 5.0  # least ratio of the share of k3 of first or last tokens to thei
 MIN_SEEN = 0.7  # usual shifts by which tokens that occurred before must differ from others
 UNLIKE = 0.3  # nats by which the lists of a response must differ on average before it is asked whether they are related
 MAX_UNLIKE = 3.0  # nats: a difference beyond it counts as this much
-MAX_RELATED = (
-    0.2  # correlation below which two lists have no relation [other contexts: .25 and more, other weights: .28]
-)
+MAX_RELATED = 0.2  # correlation below which lists have no relation [other contexts: .25 and more, weights: .28]
 MIN_UNRELATED = 200  # fewest tokens of such responses
 NEVER = -20.0  # log-prob as which smaller ones count
 TURN_GROWTH = 4.0  # least growth of sizes from one turn to the next
