@@ -124,28 +124,21 @@ class Monitor:
         if step % self._every:
             return {}
         check_batch(mask, **{"logp_train": logp_train, "logp_rollout": logp_rollout, "response_ids": response_ids})
-        columns = {"reward": reward, "truncated": truncated, "group": group, "advantage": advantage}
-        for name, column in columns.items():
+        columns = {"group": group, "reward": reward, "advantage": advantage}
+        for name, column in {**columns, "truncated": truncated}.items():
             if column is not None:
                 check_tensor(name, column, mask, (len(mask),), kind="real", words="(batch,)")
         if self._current is not None and self._current[0] != step:
             self._finish()
-        if self._history.count and step < self._history.newest[-1].number:
-            self.close()
-            self._begin_run()
-        if self._stopped:
-            raise GuardStop(self._stopped)
-        if self._out is not None and not self._open:
-            self._open = True
-            atexit.register(self._close_at_exit)
+        self._open_run(step)
         here = step_metrics(
             logp_train,
             logp_rollout,
             mask,
             age=None if version is None else step - _column(version, mask),
             **{
-                "reward/mean": None if reward is None else reward.double(),
-                "response/truncated": None if truncated is None else truncated.double(),
+                "reward/mean": reward,
+                "response/truncated": truncated,
                 "grad_norm": None if grad_norm is None else torch.tensor([_number(grad_norm)], device=mask.device),
             },
         )
@@ -154,11 +147,21 @@ class Monitor:
         metrics = self._metrics(merged)
         self._current = (step, merged, metrics)
         if self._out is not None:
-            columns = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
-            single = {"step": step, "group": group, "reward": reward, "advantage": advantage}
+            tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
             versions = {"policy_version": version, "proximal_version": None if version is None else step}
-            self._sample.add(mask, columns | single | versions)
+            self._sample.add(mask, {**tokens, "step": step, **columns, **versions})
         return dict(metrics)
+
+    def _open_run(self, step: int) -> None:
+        """Begins another run at a step below the one before. Raises `GuardStop` where a sign was seen in this one."""
+        if self._history.count and step < self._history.newest[-1].number:
+            self.close()
+            self._begin_run()
+        if self._stopped:
+            raise GuardStop(self._stopped)
+        if self._out is not None and not self._open:
+            self._open = True
+            atexit.register(self._close_at_exit)
 
     @property
     def steps(self) -> list[Step]:
