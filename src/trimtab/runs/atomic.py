@@ -100,24 +100,6 @@ def remove_leftovers(folder: Path) -> None:
                 item.unlink()
 
 
-@contextmanager
-def locked(folder: Path, user: str) -> Iterator[None]:
-    """Creates a folder and locks it for the block. Raises `TrimtabError` if another process uses it."""
-    from filelock import FileLock, Timeout
-
-    with readable_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise TrimtabError(f"{folder} is in use by another {user}: wait for it, or choose another --out") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def append(descriptor: int, data: bytes) -> None:
     """Appends to an open file and flushes it to the disk; on an error the file has its earlier content."""
     end = os.lseek(descriptor, 0, os.SEEK_END)

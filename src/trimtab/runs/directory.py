@@ -10,8 +10,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -172,9 +173,8 @@ class RunDirectory:
         self._thread.shutdown()
         self._close_metrics()
         if self._lock is not None:
-            os.close(self._lock)
+            _release_lock(self.path, self._lock)
             self._lock = None
-            _open_directories.discard(self.path.resolve())
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -250,6 +250,23 @@ def _encode_line(metrics: Mapping[str, Any]) -> bytes:
     if nonfinite:
         values |= dict.fromkeys(nonfinite, None) | {NONFINITE: len(nonfinite)}
     return json.dumps(values, allow_nan=False).encode() + b"\n"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Creates a folder and locks it for the block, as a run directory is. Raises `TrimtabError` if that fails."""
+    with atomic.readable_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = _acquire_lock(folder)
+    try:
+        yield
+    finally:
+        _release_lock(folder, lock)
+
+
+def _release_lock(path: Path, lock: int) -> None:
+    os.close(lock)
+    _open_directories.discard(path.resolve())
 
 
 def _acquire_lock(path: Path) -> int:

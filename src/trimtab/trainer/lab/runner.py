@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.files import parse_json, parse_toml, regular_file
-from trimtab.runs import atomic, provenance
+from trimtab.runs import provenance
+from trimtab.runs.directory import locked
 from trimtab.runs.dotted_keys import differences
 from trimtab.runs.layout import CONFIG, LOCK, RESULT
 from trimtab.runs.summary import RunSummary, write_table
@@ -50,7 +51,7 @@ def run_experiment(
 ) -> dict[str, RunSummary]:
     """Trains all runs of the plan and returns the results by name; updates `results.parquet` after every run."""
     recipes = {run.name: run.config for run in plan.runs}
-    with atomic.locked(plan.out, "comparison"):
+    with locked(plan.out):
         save = partial(write_results, plan)
         return train_all(recipes, workers=workers, observer=observer, keep=keep, save=save)
 
