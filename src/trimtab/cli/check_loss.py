@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, echo, only_json, print_json
+from trimtab.cli.output import Json, only_json, print_result
 from trimtab.errors import TrimtabError
 
 Target = Annotated[
@@ -90,10 +90,7 @@ def check_loss(
 
             write_output(html, found.pop("html").encode())
     text = found.pop("text")
-    if as_json:
-        print_json(found | {"page": html})
-    else:
-        echo(text if html is None else f"{text}\npage: {html}")
+    print_result(as_json, found | {"page": html}, text if html is None else f"{text}\npage: {html}")
     if not found["equal"]:
         raise typer.Exit(1)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import AllowCode, Json, Recipe, Sets, echo, print_json, print_pairs
+from trimtab.cli.output import AllowCode, Json, Recipe, Sets, echo, print_json, print_pairs, print_result
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
 
@@ -53,10 +53,7 @@ def show(recipe: Recipe, sets: Sets = None, as_json: Json = False) -> None:
     from trimtab.trainer.config import load_config
 
     config = load_config(recipe, sets or ())
-    if as_json:
-        print_json(config.model_dump(mode="json"))
-    else:
-        echo(config.dump(), nl=False)
+    print_result(as_json, config.model_dump(mode="json"), config.dump().removesuffix("\n"))
 
 
 def explain(
@@ -110,10 +107,8 @@ def explain(
         _print_loss(trainer, shlex.join(command) if code else "", name, _keywords(changes), as_json)
         return
     entries = _entries(name, changes, is_objective=is_objective, is_recipe=recipe)
-    if as_json:
-        print_json(entries if len(entries) > 1 else next(iter(entries.values())))
-    else:
-        echo("\n\n".join(map(_format_entry, entries.values())))
+    text = "\n\n".join(map(_format_entry, entries.values()))
+    print_result(as_json, entries if len(entries) > 1 else next(iter(entries.values())), text)
 
 
 def _entries(name: str, changes: list[str], *, is_objective: bool, is_recipe: bool) -> dict[str, dict[str, Any]]:
@@ -138,8 +133,8 @@ def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str
     Below the loss of ALP stands the function that adds the noise.
     """
     from trimtab.adapters.config_lines import lines_for
+    from trimtab.objectives.code import perturb
     from trimtab.objectives.lookup import from_section
-    from trimtab.objectives.perturbed_inputs import perturb
     from trimtab.trainer.config import REQUIRED_SECTIONS
 
     if trainer is not None and command:
@@ -152,10 +147,7 @@ def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str
         if REQUIRED_SECTIONS.get(name) == "perturbation":
             text += f"\n\n\n{getsource(perturb).rstrip()}"
         printed = {"objective": name, "code": text}
-    if as_json:
-        print_json(printed)
-    else:
-        echo(text)
+    print_result(as_json, printed, text)
 
 
 def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as_json: bool) -> None:

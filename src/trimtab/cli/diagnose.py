@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, echo, print_json
+from trimtab.cli.output import Json, echo, print_json, print_result
 from trimtab.errors import TrimtabError
 
 PAGE = "diagnose.html"
@@ -145,10 +145,7 @@ def _scalars(path: Path, *, as_json: bool) -> None:
 
     read = find_scalars(path)
     report = judge(read_scalars(read))
-    if as_json:
-        print_json(as_dict(report, read))
-    else:
-        echo("\n".join(terminal_lines(report, read)))
+    print_result(as_json, as_dict(report, read), "\n".join(terminal_lines(report, read)))
 
 
 def _answer(

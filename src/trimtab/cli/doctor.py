@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer
 
-from trimtab.cli.output import Json, echo, print_json, usable_cores
+from trimtab.cli.output import Json, print_result, usable_cores
 from trimtab.errors import Finding, Status
 from trimtab.plugins import install_hint
 from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
@@ -54,11 +54,8 @@ def doctor(as_json: Json = False) -> None:
     free = shutil.disk_usage(Path.cwd()).free
     checks.append(_enough("free disk here", free, DISK_NEEDED, "a run with checkpoints"))
     failed = any(check.status == "fail" for check in checks)
-    if as_json:
-        print_json({"ok": not failed, "findings": [asdict(check) for check in checks]})
-    else:
-        for check in checks:
-            echo(f"{check.status:<4}  {check.name:<14} {check.text}")
+    text = "\n".join(f"{check.status:<4}  {check.name:<14} {check.text}" for check in checks)
+    print_result(as_json, {"ok": not failed, "findings": [asdict(check) for check in checks]}, text)
     if failed:
         raise typer.Exit(1)
 

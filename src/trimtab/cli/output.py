@@ -110,6 +110,14 @@ def print_json(value: Mapping[str, Any]) -> None:
     typer.echo(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))  # only strings hold any: an equal value
 
 
+def print_result(as_json: bool, value: Mapping[str, Any], text: str) -> None:
+    """Print the answer of a command: as JSON with `--json`, else the text."""
+    if as_json:
+        print_json(value)
+    else:
+        echo(text)
+
+
 def print_pairs(pairs: Mapping[str, Any]) -> None:
     """Print `name  value` lines with aligned values."""
     width = max((len(name) for name in pairs), default=0)

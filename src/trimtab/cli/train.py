@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli import starting
-from trimtab.cli.output import Json, Recipe, Sets, echo, only_json, print_json, run_directory
+from trimtab.cli.output import Json, Recipe, Sets, echo, only_json, print_json, print_result, run_directory
 from trimtab.runs.layout import CONFIG, REPORT
 
 if TYPE_CHECKING:
@@ -89,10 +89,7 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
         from trimtab.trainer.sft import supervised_warm_start
 
         metrics = supervised_warm_start(config, out=run, observer=observer)
-    if as_json:
-        print_json({"model": run, "metrics": metrics})
-    else:
-        echo(f"model: {run}")
+    print_result(as_json, {"model": run, "metrics": metrics}, f"model: {run}")
 
 
 def _resume_hint(recipe: str, sets: Sequence[str], run: Path, is_comparison: bool) -> str:
@@ -126,7 +123,4 @@ def export(
 
     (export_adapter if adapter else write)(run, folder, which)
     what = "adapter" if adapter else "model"
-    if as_json:
-        print_json({what: folder})
-    else:
-        echo(f"{what}: {folder}")
+    print_result(as_json, {what: folder}, f"{what}: {folder}")

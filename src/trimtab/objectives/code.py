@@ -1,7 +1,9 @@
-"""An objective as one function in plain PyTorch, which needs no other import: `Objective.code`.
+"""An objective as one function in plain PyTorch, which needs no other import: `Objective.code`; and the noise of ALP.
 
 What takes a pass over the whole update first is a second function: the limit of M2PO, the mean of normalized weights,
 the number of tokens or responses that are kept.
+
+The trainer has its own noise (`trainer/models/perturbation.py`), with a float32 residual stream and packed rows.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+import torch
 
 from trimtab.corrections.code_lines import WIDTH, Lines, number
 from trimtab.corrections.masks import Mask
@@ -219,3 +223,25 @@ def _docstring(objective: Parts, read: Sequence[str], given: Mapping[str, str]) 
 def _function(name: str, arguments: Sequence[str], rows: Sequence[str]) -> str:
     signature = textwrap.wrap(f"def {name}({', '.join(arguments)}):", 120, subsequent_indent=" " * 8)
     return "\n".join([*signature, *(f"    {row}" if row else "" for row in rows)])
+
+
+def perturb(layers: torch.nn.ModuleList, log_sigma: torch.Tensor, seed: int) -> list[torch.utils.hooks.RemovableHandle]:
+    """Adds sigma_l * eps_l to the input of every decoder layer l, eps_l ~ N(0, I), until the handles are removed.
+
+    Only for the forward whose log-probs are `current`, and its backward: all other forwards have no noise.
+    log_sigma: (layers,) a parameter, log 1e-4 at first, with a learning rate of its own (5e-4), without decay, and left
+        out of the gradient clip.
+    seed: another one for each update and micro-batch; activations that are recomputed get the same noise.
+    Not printed: a float32 residual stream, without which bfloat16 rounds most of the noise away.
+    """
+    handles = []
+    for index, layer in enumerate(layers):
+
+        def add(_layer, inputs, index=index):
+            hidden = inputs[0]
+            generator = torch.Generator(hidden.device).manual_seed(seed * len(layers) + index)
+            noise = torch.randn(hidden.shape, generator=generator, device=hidden.device, dtype=hidden.dtype)
+            return (hidden + log_sigma[index].exp() * noise, *inputs[1:])
+
+        handles.append(layer.register_forward_pre_hook(add))
+    return handles
