@@ -31,7 +31,7 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
 from trimtab.adapters.hooks import HOOKS
-from trimtab.adapters.loss_settings import TRL
+from trimtab.adapters.loss_settings import SETTINGS
 from trimtab.adapters.trl import GRPOTrainer, Guard
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
@@ -611,9 +611,9 @@ def options(_: Path) -> dict[str, list[str]]:
     defaults = {item.name: item.default for item in dataclasses.fields(GRPOConfig)}
     return {
         "read": sorted(read),
-        "unlisted": sorted(read - TRL.keys() - HARMLESS),
-        "unread": sorted((TRL.keys() | HARMLESS) - read),
-        "defaults": sorted(name for name, one in TRL.items() if defaults[name] != one.default),
+        "unlisted": sorted(read - SETTINGS["TRL"].keys() - HARMLESS),
+        "unread": sorted((SETTINGS["TRL"].keys() | HARMLESS) - read),
+        "defaults": sorted(name for name, one in SETTINGS["TRL"].items() if defaults[name] != one.default),
     }
 
 

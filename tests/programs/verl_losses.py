@@ -389,7 +389,7 @@ def settings() -> dict[str, list[str]]:
     from verl.workers.config import ActorConfig, PolicyLossConfig
     from verl.workers.utils import losses
 
-    from trimtab.adapters import loss_settings as tables
+    from trimtab.adapters.loss_settings import SETTINGS
 
     fields = [
         one for kind in (ActorConfig, PolicyLossConfig, RolloutCorrectionConfig) for one in dataclasses.fields(kind)
@@ -408,7 +408,7 @@ def settings() -> dict[str, list[str]]:
             and "config" in ast.unparse(node.func)
         ):
             read.add(ast.literal_eval(node.args[0]))
-    listed = {**tables.VERL_ACTOR, **tables.VERL_CORRECTION}
+    listed = {**SETTINGS["VERL_ACTOR"], **SETTINGS["VERL_CORRECTION"]}
     known = {one.name: one.default for one in fields}
     return {
         "read": sorted(read & names),

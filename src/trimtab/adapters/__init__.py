@@ -8,7 +8,7 @@ micro_batch     the loss of a micro-batch, its metrics, and tokens that the samp
 loss_settings   settings that only a trainer's own loss reads, which are refused or taken over
 dump            log-probs as JSON lines for `trimtab diagnose`
 monitoring      the same for a `trimtab.Monitor`
-config_lines    an objective as configuration of each trainer: its own settings, or the lines of `adapter_lines`
+config_lines    an objective as configuration of each trainer: its own settings, or the lines of its adapter
 
 trl_async, trl_packed and trl_shared belong to `trl`; verl_driver, verl_loss and verl_records to `verl`.
 
@@ -17,6 +17,6 @@ To add a trainer:
 1. a module that reads its batch into `PolicyLogps` and calls `micro_batch.evaluate`, with `dump` and `monitor`
 2. a row of `hooks.HOOKS`: the fields that it passes
 3. a table in `loss_settings`: settings of its own loss that have no effect beside an objective
-4. the lines that users write, in `adapter_lines`
+4. the lines that users write, in config_lines/adapter_lines.py
 5. a call in tests/support/adapter_calls.py, which several suites run, and a section of docs/reference-adapters.md
 """

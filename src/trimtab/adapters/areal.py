@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import build, hook, peer_module
-from trimtab.adapters.loss_settings import AREAL, chosen, refuse
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import evaluate, per_response, record
-from trimtab.adapters.monitoring import MonitorChoice, observations
+from trimtab.adapters.monitoring import MonitorChoice
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
@@ -70,7 +70,7 @@ def recorded_loss(own: Callable[..., Tensor], *, monitor: MonitorChoice = None) 
                 raise hook("areal").absent("monitor", "behavior")
             version = options.get("current_version")
             logps, advantage = _read("monitor", logprobs.detach(), input_data, version)
-            record(logps, advantage, monitor=observations(monitor), step=version)
+            record(logps, advantage, monitor=monitor, step=version)
         return own(logprobs, entropy, input_data, *rest, **options)
 
     return loss
@@ -96,7 +96,7 @@ def actor_loss(
         use_decoupled_loss: bool = False,
         **settings: Any,
     ) -> Tensor:
-        refuse("AReaL", AREAL, chosen(AREAL, settings), "In install")
+        refuse_chosen("AReaL", "AREAL", settings, "In install")
         _check_policies(built, input_data, use_decoupled_loss, bool(monitor))
         if logprobs.ndim == 1 and input_data.get("cu_seqlens") is None:
             raise TrimtabError(
@@ -110,7 +110,7 @@ def actor_loss(
             advantage = per_response(built, advantage, logps.mask)
         except TrimtabError as error:
             raise TrimtabError(f"{error}: set actor.kl_ctl=0 (AReaL's default, 0.1, adds KL to each token)") from None
-        return evaluate(built, logps, advantage, monitor=observations(monitor), step=current_version)[0]
+        return evaluate(built, logps, advantage, monitor=monitor, step=current_version)[0]
 
     return loss
 

@@ -44,25 +44,11 @@ def _tables() -> dict[str, dict[str, LossSetting]]:
     return found
 
 
-_all = _tables()
-TRL: LossSettings = _all["TRL"]
-"""`GRPOConfig` and `AsyncGRPOConfig` of TRL 1.16."""
-VERL_ACTOR: LossSettings = _all["VERL_ACTOR"]
-"""`actor_rollout_ref.actor` of verl 0.9.1."""
-VERL_CORRECTION: LossSettings = _all["VERL_CORRECTION"]
-"""`algorithm.rollout_correction` of verl 0.9.1, where `rollout_is` names Trimtab."""
-SKYRL: LossSettings = _all["SKYRL"]
-"""`trainer.algorithm` of SkyRL."""
-NEMO_RL: LossSettings = _all["NEMO_RL"]
-"""Attributes of NeMo-RL's `ClippedPGLossFn`, which are keys of `loss_fn`."""
-MILES: LossSettings = _all["MILES"]
-"""Flags of Miles and slime that their `policy_loss` reads, beside a whole objective."""
-MILES_TIS: LossSettings = _all["MILES_TIS"]
-"""Flags of Miles and slime that their own weights read, beside a correction of Trimtab."""
-AREAL: LossSettings = _all["AREAL"]
-"""Keys of AReaL's `actor` that it passes to its loss."""
-OPENRLHF: LossSettings = _all["OPENRLHF"]
-"""Arguments of OpenRLHF's `PolicyLoss`."""
+SETTINGS: Mapping[str, LossSettings] = _tables()
+"""By the name of the table. TRL: `GRPOConfig` and `AsyncGRPOConfig`. VERL_ACTOR: `actor_rollout_ref.actor`, and
+VERL_CORRECTION `algorithm.rollout_correction`, where `rollout_is` names Trimtab. SKYRL: `trainer.algorithm`. NEMO_RL:
+keys of `loss_fn`, as attributes of `ClippedPGLossFn`. MILES: flags of Miles and slime that `policy_loss` reads, and
+MILES_TIS those that their own weights read. AREAL: keys of `actor`. OPENRLHF: arguments of `PolicyLoss`."""
 
 _ABSENT = object()
 
@@ -95,3 +81,8 @@ def refuse(trainer: str, settings: LossSettings, names: Iterable[str], where: st
         raise TrimtabError(
             f"{', '.join(names)}: only {trainer}'s own loss reads this, leave it out. {where}: {instead}"
         )
+
+
+def refuse_chosen(trainer: str, table: str, configuration: Any, where: str) -> None:
+    """Raises `TrimtabError` for settings of a table that are not at the trainer's default in a configuration."""
+    refuse(trainer, SETTINGS[table], chosen(SETTINGS[table], configuration), where)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump
-from trimtab.adapters.monitoring import OBSERVED, Observations
+from trimtab.adapters.monitoring import OBSERVED, MonitorChoice, Observations, observations
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
@@ -101,16 +101,17 @@ def evaluate(
     logps: PolicyLogps,
     advantage: Tensor,
     *,
-    state: State | None = None,
+    counts: tuple[Tensor | float, Tensor | float] | None = None,
     dump: Dump | None = None,
-    monitor: Observations | None = None,
+    monitor: MonitorChoice | Observations = None,
     step: int | None = None,
 ) -> tuple[Tensor, dict[str, float], PolicyLogps]:
     """Returns the loss of a micro-batch, its metrics, and the log-probs as the objective read them.
 
-    advantage: (batch, time). Tokens whose log-prob the sampler did not report are left out and counted where the
-    objective reads it; denominators of `state` stay. `dump` and `monitor` receive all tokens. step: the number of the
-    update for `monitor`, where the trainer passes it. Turns are those of `turns_of`.
+    advantage: (batch, time). counts: the trainer's own, of tokens and sequences (`counted_state`); None where the batch
+    is a whole update. Tokens whose log-prob the sampler did not report are left out and counted where the objective
+    reads it; denominators stay. `dump` and `monitor` receive all tokens. step: the number of the update for `monitor`,
+    where the trainer passes it. Turns are those of `turns_of`.
     """
     observed = record(logps, advantage, dump=dump, monitor=monitor, step=step)
     mask = kept = logps.mask
@@ -119,6 +120,7 @@ def evaluate(
         assert trainer is not None
         kept = usable_tokens(mask, logps.behavior, trainer)
     logps = replace(logps, mask=kept, turn=turns_of(mask))
+    state = None if counts is None else counted_state(*counts, like=advantage)
     output = objective(logps, per_response(objective, advantage, mask), state=state)
     metrics = output.metrics + dropped_shares(mask, kept)
     return output.loss, metrics.finalize() | observed, logps
@@ -129,22 +131,22 @@ def record(
     advantage: Tensor,
     *,
     dump: Dump | None = None,
-    monitor: Observations | None = None,
+    monitor: MonitorChoice | Observations = None,
     step: int | None = None,
 ) -> dict[str, float]:
     """Writes the log-probs of a micro-batch, shows them to a monitor, and returns its scalars; no loss is computed.
 
     advantage, step: as for `evaluate`. Raises `TrimtabError` without log-probs of the sampler.
     """
-    used = "dump" if dump is not None else "monitor"
-    if logps.behavior is None and (dump is not None or monitor is not None):
+    watched, used = observations(monitor), "dump" if dump is not None else "monitor"
+    if logps.behavior is None and (dump is not None or watched is not None):
         raise TrimtabError(
             f"{used}: this trainer passes no log-probs of the sampler: turn them on as for an objective that reads "
             f"them (docs/adapters.md), or leave {used} out"
         )
     if dump is not None:
         dump.write_call(logps, advantage)
-    return {} if monitor is None else monitor.show(logps, step)
+    return {} if watched is None else watched.show(logps, step)
 
 
 def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:

@@ -82,15 +82,16 @@ class Observations:
         )
 
 
-def observations(monitor: MonitorChoice) -> Observations | None:
+def observations(monitor: MonitorChoice | Observations) -> Observations | None:
     """Returns the observations of this process: the same object for each call with one setting.
 
     A trainer may copy or pickle a loss, so a loss keeps the setting and looks the object up.
 
-    monitor: True, or a folder; None and False are none. Raises `TrimtabError` for other values.
+    monitor: True, or a folder; None and False are none; observations are returned as they are. Raises `TrimtabError`
+    for other values.
     """
-    if monitor is None or monitor is False:
-        return None
+    if monitor is None or monitor is False or isinstance(monitor, Observations):
+        return monitor or None
     if not isinstance(monitor, bool | str | Path):
         raise TrimtabError(f"monitor={monitor!r}: give True or a folder, each process that trains makes its monitor")
     return _of_process(monitor)

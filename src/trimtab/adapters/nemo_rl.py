@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import build, peer_module
-from trimtab.adapters.loss_settings import NEMO_RL, chosen, refuse
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import METRICS, averaged, counted_state, evaluate, record
-from trimtab.adapters.monitoring import OBSERVED, MonitorChoice, observations
+from trimtab.adapters.monitoring import OBSERVED, MonitorChoice
 from trimtab.errors import TrimtabError
-from trimtab.objectives import KL, Objective, Output, PolicyLogps, State
+from trimtab.objectives import KL, Objective, Output, PolicyLogps
 from trimtab.objectives import objective as preset
 
 ERROR = "token_mult_prob_error"
@@ -57,7 +57,7 @@ class RecordedLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns what NeMo-RL's loss returns, with the shares of the micro-batch in the figures of the monitor."""
         logps, advantage = _read(next_token_logprobs.detach(), data)
-        observed = averaged(record(logps, advantage, monitor=observations(self._monitor)))
+        observed = averaged(record(logps, advantage, monitor=self._monitor))
         loss, metrics = self._own(
             next_token_logprobs=next_token_logprobs,
             data=data,
@@ -85,7 +85,7 @@ class ObjectiveLoss:
         interfaces = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces")
         normalizer = interfaces.MetricNormalizer
         self.objective = build("nemo-rl", objective, keywords)
-        refuse("NeMo-RL", NEMO_RL, chosen(NEMO_RL, replaces), "In ObjectiveLoss")
+        refuse_chosen("NeMo-RL", "NEMO_RL", replaces, "In ObjectiveLoss")
         if replaces.reference_policy_kl_penalty > 0 and self.objective.kl.coef == 0:
             raise TrimtabError(
                 f"loss_fn.reference_policy_kl_penalty has no effect: {self.objective.name} has kl_coef = 0: set it, or "
@@ -120,19 +120,18 @@ class ObjectiveLoss:
         given, advantage = _read(next_token_logprobs, data)
         mask = given.mask
         self._check_reference(mask, given.reference)
-        state = counted_state(global_valid_toks, global_valid_seqs, like=next_token_logprobs)
-        unfiltered, monitor = data.get("curr_logprobs_unfiltered"), observations(self._monitor)
+        counts, unfiltered = (global_valid_toks, global_valid_seqs), data.get("curr_logprobs_unfiltered")
         built = self.objective if unfiltered is None else replace(self.objective, kl=KL())
-        loss, metrics, logps = evaluate(built, given, advantage, state=state, monitor=monitor)
+        loss, metrics, logps = evaluate(built, given, advantage, counts=counts, monitor=self._monitor)
         if unfiltered is not None:
-            kl = self._unfiltered_kl(logps, state, unfiltered)
+            kl = self._unfiltered_kl(logps, counts, unfiltered)
             loss, metrics = loss + kl.loss, metrics | {"kl/mean": kl.metrics.finalize()["kl/mean"]}
         share = (mask.sum() / global_valid_toks).item()
         metrics = {key: value * share for key, value in averaged(metrics).items()}
         metrics |= {"loss": loss.item(), "num_valid_samples": data["sample_mask"].sum().item()}
         return loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
 
-    def _unfiltered_kl(self, logps: PolicyLogps, state: State, current: Tensor) -> Output:
+    def _unfiltered_kl(self, logps: PolicyLogps, counts: tuple[Tensor, Tensor], current: Tensor) -> Output:
         """Returns the KL term of the policy without top-k and top-p, as the reference is scored.
 
         current: (batch, time - 1) its log-probs; the policy term keeps those with them, as the sampler's are.
@@ -140,7 +139,7 @@ class ObjectiveLoss:
         # Without advantages, the KL term is all of the loss.
         kl = replace(preset("reinforce"), kl=self.objective.kl, aggregation=self.objective.aggregation)
         alone = replace(logps, current=current, proximal=current.detach())
-        return kl(alone, torch.zeros_like(current[:, :1]), state=state)
+        return kl(alone, torch.zeros_like(current[:, :1]), state=counted_state(*counts, like=current))
 
     def _check_reference(self, mask: Tensor, reference: Tensor | None) -> None:
         """Raises `TrimtabError` where the KL term would not read a reference."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, hook, peer_module
-from trimtab.adapters.loss_settings import OPENRLHF, chosen, refuse
-from trimtab.adapters.micro_batch import counted_state, evaluate, record
-from trimtab.adapters.monitoring import MonitorChoice, observations
+from trimtab.adapters.loss_settings import refuse_chosen
+from trimtab.adapters.micro_batch import evaluate, record
+from trimtab.adapters.monitoring import MonitorChoice
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
@@ -49,7 +49,7 @@ def install(
             return RecordedPolicyLoss(own(*arguments, **options), dump=dump, monitor=monitor)
         named = signature.bind(*arguments, **options).arguments
         given = {name: value for name, value in named.items() if value is not None}  # None: an option that is off
-        refuse("OpenRLHF", OPENRLHF, chosen(OPENRLHF, given), "In install")
+        refuse_chosen("OpenRLHF", "OPENRLHF", given, "In install")
         return ObjectivePolicyLoss(built, dump=dump, monitor=monitor)
 
     for module in modules:
@@ -74,7 +74,7 @@ class RecordedPolicyLoss(nn.Module):
         **counts: Any,
     ) -> Any:
         logps = _read(log_probs.detach(), old_log_probs, action_mask, rollout_log_probs)
-        record(logps, advantages, dump=self._dump, monitor=observations(self._monitor))
+        record(logps, advantages, dump=self._dump, monitor=self._monitor)
         return self.own(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **counts)
 
 
@@ -107,8 +107,9 @@ class ObjectivePolicyLoss(nn.Module):
             raise hook("openrlhf").absent(self.objective.name, "behavior")
         tokens = mask.sum() if batch_num_tokens is None else batch_num_tokens
         sequences = mask.shape[0] if global_batch_size is None else global_batch_size
-        state, monitor = counted_state(tokens, sequences, like=log_probs), observations(self._monitor)
-        loss, values, logps = evaluate(self.objective, given, advantages, state=state, dump=self._dump, monitor=monitor)
+        loss, values, logps = evaluate(
+            self.objective, given, advantages, counts=(tokens, sequences), dump=self._dump, monitor=self._monitor
+        )
         clipped = values.get("clip/low", 0.0) + values.get("clip/high", 0.0)
         old_to_new = ((old_log_probs - log_probs).detach() * mask).sum() / mask.sum().clamp(min=1)
         mismatch = None

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import build, peer_module
-from trimtab.adapters.micro_batch import averaged, counted_state, evaluate, record
-from trimtab.adapters.monitoring import MonitorChoice, observations
+from trimtab.adapters.micro_batch import averaged, evaluate, record
+from trimtab.adapters.monitoring import MonitorChoice
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
 
@@ -78,15 +78,14 @@ def loss(
         proximal=current.detach(),
         reference=None if reference is None else reference[None],
     )
-    state, watched = counted_state(1, 1, like=current), observations(monitor)
-    value, metrics, _ = evaluate(built, logps, inputs.advantages[None], state=state, monitor=watched)
+    value, metrics, _ = evaluate(built, logps, inputs.advantages[None], counts=(1, 1), monitor=monitor)
     return LossOutputs(value, _tensors(metrics))
 
 
 def _own_loss(inputs: LossInputs, monitor: MonitorChoice, keywords: dict[str, Any]) -> LossOutputs:
     current = inputs.trainer_logprobs[None].detach()
     logps = PolicyLogps(current, inputs.inference_logprobs[None], inputs.loss_mask[None], proximal=current)
-    observed = record(logps, inputs.advantages[None], monitor=observations(monitor))
+    observed = record(logps, inputs.advantages[None], monitor=monitor)
     own = _own(json.dumps(keywords))(inputs)
     return LossOutputs(own.loss, own.metrics | _tensors(observed))
 

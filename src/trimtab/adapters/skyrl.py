@@ -14,9 +14,9 @@ from torch import Tensor
 
 from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
-from trimtab.adapters.loss_settings import SKYRL, chosen, refuse
-from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
-from trimtab.adapters.monitoring import MonitorChoice, observations
+from trimtab.adapters.loss_settings import refuse_chosen
+from trimtab.adapters.micro_batch import averaged, evaluate
+from trimtab.adapters.monitoring import MonitorChoice
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps
 
@@ -75,15 +75,14 @@ def policy_loss(
             raise hook("skyrl").absent(built.name, "behavior")
         mask = loss_mask.bool() if loss_mask is not None else log_probs.new_ones(log_probs.shape).bool()
         logps = PolicyLogps(log_probs, rollout_logprobs, mask, proximal=old_log_probs)
-        state, watched = counted_state(1, 1, like=log_probs), observations(monitor)
-        value, metrics, _ = evaluate(summed, logps, advantages, state=state, dump=written, monitor=watched)
+        value, metrics, _ = evaluate(summed, logps, advantages, counts=(1, 1), dump=written, monitor=monitor)
         return value, averaged(metrics)
 
     return loss
 
 
 def _check_config(objective: Objective, config: Any) -> None:
-    refuse("SkyRL", SKYRL, chosen(SKYRL, config), "In register")
+    refuse_chosen("SkyRL", "SKYRL", config, "In register")
     divides = getattr(config, "grpo_norm_by_std", False)
     refuse_standard_deviation(objective, divides, "set trainer.algorithm.grpo_norm_by_std=false")
     kind, reduction = objective.aggregation.kind, config.loss_reduction

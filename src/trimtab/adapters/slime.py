@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
-from trimtab.adapters.loss_settings import MILES, MILES_TIS, chosen, refuse
-from trimtab.adapters.micro_batch import averaged, counted_state, evaluate, turns_of, usable_tokens
+from trimtab.adapters.loss_settings import refuse_chosen
+from trimtab.adapters.micro_batch import averaged, evaluate, turns_of, usable_tokens
 from trimtab.adapters.monitoring import OBSERVED, Observations, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
@@ -76,7 +76,7 @@ def tis(
         if unread := frozenset().union(*(part.reads for part in parts)) & {"current", "advantage"}:
             names = " and ".join(sorted(unread))
             raise TrimtabError(f"{built.name} reads {names}, which this hook does not pass: use loss")
-        refuse(hook(_trainer()).trainer, MILES_TIS, chosen(MILES_TIS, args), "In trimtab_objective")
+        refuse_chosen(hook(_trainer()).trainer, "MILES_TIS", args, "In trimtab_objective")
     _check_whole(train_log_probs, response_lengths)
     mask, trainer, behavior = _pad(loss_masks).bool(), _pad(train_log_probs), _pad(rollout_log_probs)
     shown = {} if monitor is None else monitor.show(PolicyLogps(None, behavior, mask, proximal=trainer))
@@ -121,8 +121,7 @@ def loss(
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
     policies = {ours: _pad(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
     logps = PolicyLogps(current, mask=mask, **{"behavior": None, "proximal": current.detach(), **policies})
-    state = counted_state(1, 1, like=current)
-    value, metrics, _ = evaluate(built, logps, _pad(batch["advantages"]), state=state, monitor=_monitor(args))
+    value, metrics, _ = evaluate(built, logps, _pad(batch["advantages"]), counts=(1, 1), monitor=_monitor(args))
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()
@@ -168,7 +167,7 @@ def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, A
     for option, remedy in IGNORED.items():
         if getattr(args, option, None):
             raise TrimtabError(f"--{option.replace('_', '-')} has no effect beside this loss: {remedy}")
-    refuse(hook(_trainer()).trainer, MILES, chosen(MILES, args), "In trimtab_objective")
+    refuse_chosen(hook(_trainer()).trainer, "MILES", args, "In trimtab_objective")
     if (estimator := getattr(args, "advantage_estimator", "grpo")) in ("gspo", "cispo"):
         raise TrimtabError(
             f"--advantage-estimator {estimator} names a loss, which this one replaces: set grpo, and {estimator} in "

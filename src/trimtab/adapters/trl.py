@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of
 from trimtab.adapters.trl_guard import Guard as Guard
 from trimtab.adapters.trl_shared import TrainsObjective, Update, check_settings
 from trimtab.errors import TrimtabError
-from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 if TYPE_CHECKING:
@@ -64,27 +62,12 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
     TRL that would have no effect, and for objectives and dumps that need what TRL does not have.
     """
 
+    _hook = "trl"
     _buffered_inputs: Any
+    _scored: Tensor | None = None
+    _sampled = 0
 
-    def __init__(
-        self,
-        *args: Any,
-        objective: str | Objective | None = None,
-        dump: str | Path | None = None,
-        monitor: Monitor | str | Path | bool | None = None,
-        guard: Guard | bool = False,
-        **kwargs: Any,
-    ) -> None:
-        self._set_parts("trl", objective, dump, monitor, guard)
-        self._scored: Tensor | None = None
-        self._sampled = 0
-        if self._used:
-            self._check_trainer(inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments)
-        super().__init__(*args, **kwargs)
-        self._add_callbacks()
-
-    def _check_trainer(self, given: Mapping[str, Any]) -> None:
-        """Raises `TrimtabError` for another version of TRL, and for arguments that the objective or a dump excludes."""
+    def _check_arguments(self, given: Mapping[str, Any]) -> None:
         known = inspect.signature(PlainTrainer._get_per_token_logps_and_entropies).parameters
         if not {"logits_to_keep", "compute_entropy", "compute_aux_loss"} <= known.keys():
             raise TrimtabError("this version of TRL scores tokens by another method: use TRL 1.16")

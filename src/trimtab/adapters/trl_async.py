@@ -9,11 +9,9 @@ Rollouts, rewards, advantages, packing, the forward pass and everything else rem
 from __future__ import annotations
 
 import contextlib
-import inspect
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import peer_module, refuse_standard_deviation
 from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
-from trimtab.adapters.trl_guard import Guard
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 from trimtab.adapters.trl_shared import TrainsObjective, Update, check_ignored
 from trimtab.errors import TrimtabError
-from trimtab.monitor import Monitor
-from trimtab.objectives import Metrics, Objective, PolicyLogps, State
+from trimtab.objectives import Metrics, PolicyLogps, State
 
 _TRL: Any = peer_module("TRL", "trl.experimental.async_grpo.async_grpo_trainer")
 PlainTrainer: Any = _TRL.AsyncGRPOTrainer
@@ -43,27 +39,24 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
     sample of TRL's, whichever tokens it shares with others in its row.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        objective: str | Objective | None = None,
-        dump: str | Path | None = None,
-        monitor: Monitor | str | Path | bool | None = None,
-        guard: Guard | bool = False,
-        **kwargs: Any,
-    ) -> None:
-        self._set_parts("trl-async", objective, dump, monitor, guard)
-        if self._used and not hasattr(_TRL, "TreeRow"):
-            raise TrimtabError("this version of TRL packs samples by another method: use TRL 1.16")
-        if self._objective is not None:
-            given = inspect.signature(PlainTrainer.__init__).bind(self, *args, **kwargs).arguments
-            _check_arguments(self._objective, given)
-        self._window: list[dict[str, Any]] = []
-        self._seen = self._version = 0
+    _hook = "trl-async"
+    _window: list[dict[str, Any]]
+    _seen = _version = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self._used and self.rollout_queue is not None:
             self.rollout_queue = _VersionedQueue(self.rollout_queue)
-        self._add_callbacks()
+
+    def _check_arguments(self, given: Mapping[str, Any]) -> None:
+        if not hasattr(_TRL, "TreeRow"):
+            raise TrimtabError("this version of TRL packs samples by another method: use TRL 1.16")
+        if self._objective is None:
+            return
+        if given.get("args") is not None:
+            check_ignored(given["args"], _TRL.AsyncGRPOConfig)
+        remedy = "TRL's rollout worker divides by it, pass a rollout_worker that does not"
+        refuse_standard_deviation(self._objective, given.get("rollout_worker") is None, remedy)
 
     def drop_responses(self) -> None:
         """Drops the samples that wait, and sends the engine the weights that were put back.
@@ -192,14 +185,6 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
                 version=update.step - self._age(part),  # In updates, as in Trimtab's own trajectory files.
             )
         self._collect(update, metrics, last=self._seen == len(self._window))
-
-
-def _check_arguments(objective: Objective, given: Mapping[str, Any]) -> None:
-    """Raises `TrimtabError` for arguments of TRL that would have no effect, or that the objective needs otherwise."""
-    if given.get("args") is not None:
-        check_ignored(given["args"], _TRL.AsyncGRPOConfig)
-    remedy = "TRL's rollout worker divides by it, pass a rollout_worker that does not"
-    refuse_standard_deviation(objective, given.get("rollout_worker") is None, remedy)
 
 
 class _VersionedQueue:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trimtab.adapters.dump import Dump, response_rows
 from trimtab.adapters.hooks import build, refuse_standard_deviation
-from trimtab.adapters.loss_settings import TRL, chosen, refuse
+from trimtab.adapters.loss_settings import SETTINGS, chosen, refuse
 from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.monitoring import opened
 from trimtab.adapters.trl_guard import Guard, ReturnAtSign
@@ -52,33 +53,50 @@ class CloseMonitor(TrainerCallback):
 
 
 class TrainsObjective:
-    """The base of a trainer of TRL that may have an objective, a dump and a monitor."""
+    """A trainer of TRL, the next base of a subclass, that may have an objective, a dump, a monitor and a guard.
 
+    Its arguments are those of `trl.GRPOTrainer` here; the others are TRL's. _hook: a key of `hooks.HOOKS`.
+    """
+
+    _hook: ClassVar[str]
     accelerator: Any
     add_callback: Any
     _metrics: Any
     _at_sign: ReturnAtSign | None = None
+    _update: Update | None = None
 
-    def _set_parts(
+    def __init__(
         self,
-        hook: str,
-        objective: str | Objective | None,
-        dump: str | Path | None,
-        monitor: Monitor | str | Path | bool | None,
-        guard: Guard | bool,
+        *args: Any,
+        objective: str | Objective | None = None,
+        dump: str | Path | None = None,
+        monitor: Monitor | str | Path | bool | None = None,
+        guard: Guard | bool = False,
+        **kwargs: Any,
     ) -> None:
         """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
-        self._objective = None if objective is None else build(hook, objective, {})
+        self._objective = None if objective is None else build(self._hook, objective, {})
         self._dump = None if dump is None else Dump(dump)
         if not isinstance(guard, Guard | bool):
             raise TrimtabError(f"guard={guard!r}: give True, or a Guard of trimtab.adapters.trl")
         self._guard = Guard() if guard is True else guard or None
         self._monitor = opened(monitor or True, merge_ranks=True) if monitor or self._guard else None
-        self._update: Update | None = None
         if self._used and "unsloth" in sys.modules:
             raise TrimtabError(
                 "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
             )
+        if self._used:
+            self._check_arguments(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
+        super().__init__(*args, **kwargs)  # type: ignore[misc]  # of the trainer beside this base
+        if self._monitor is not None:
+            self.add_callback(CloseMonitor(self._monitor))
+            if self._guard is not None:
+                self._at_sign = ReturnAtSign(self, self._guard, self._monitor)
+                self.add_callback(self._at_sign)
+
+    def _check_arguments(self, given: Mapping[str, Any]) -> None:
+        """Raises `TrimtabError` for another version of TRL, and for arguments that the objective or a dump excludes."""
+        raise NotImplementedError
 
     @property
     def _records(self) -> bool:
@@ -89,13 +107,6 @@ class TrainsObjective:
     def _used(self) -> bool:
         """Whether anything differs from TRL's trainer."""
         return self._objective is not None or self._records
-
-    def _add_callbacks(self) -> None:
-        if self._monitor is not None:
-            self.add_callback(CloseMonitor(self._monitor))
-            if self._guard is not None:
-                self._at_sign = ReturnAtSign(self, self._guard, self._monitor)
-                self.add_callback(self._at_sign)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]  # of the trainer beside this base
@@ -183,7 +194,7 @@ def check_ignored(args: Any, config_class: type) -> None:
     args: the configuration of a run. config_class: its class, for the defaults.
     """
     defaults = {item.name: item.default for item in dataclasses.fields(config_class)}
-    settings = {name: one._replace(default=defaults[name]) for name, one in TRL.items() if name in defaults}
+    settings = {name: one._replace(default=defaults[name]) for name, one in SETTINGS["TRL"].items() if name in defaults}
     refuse("TRL", settings, chosen(settings, args))
 
 

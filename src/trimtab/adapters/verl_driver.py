@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.hooks import refuse_standard_deviation
-from trimtab.adapters.loss_settings import VERL_CORRECTION, chosen, refuse
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.monitoring import STOP_ON, stop_on
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, SET, PolicyLoss, given_keywords
@@ -55,7 +55,7 @@ def _is_meant(value: str, named: Collection[str]) -> bool:
 
 def _check_correction(config: Any) -> None:
     """Raises `TrimtabError` for settings of verl's correction that would have no effect."""
-    refuse("verl", VERL_CORRECTION, chosen(VERL_CORRECTION, config), f"As {SET}.KEYWORD")
+    refuse_chosen("verl", "VERL_CORRECTION", config, f"As {SET}.KEYWORD")
 
 
 def wrap_validate_config(

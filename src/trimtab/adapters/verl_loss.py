@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.adapters.hooks import build
-from trimtab.adapters.loss_settings import VERL_ACTOR, chosen, refuse
-from trimtab.adapters.micro_batch import averaged, counted_state, evaluate
+from trimtab.adapters.loss_settings import SETTINGS, chosen, refuse
+from trimtab.adapters.micro_batch import averaged, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective
 from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate
@@ -24,6 +24,8 @@ KEYWORDS = "trimtab"
 """The key of `policy_loss` under which keywords of the objective are given."""
 SET = "+actor_rollout_ref.actor.policy_loss.trimtab"
 """The key on verl's command line under which a keyword of the loss's objective is set: SET.KEYWORD=VALUE."""
+ACTOR = SETTINGS["VERL_ACTOR"]
+"""Settings of the section of the actor that verl's own losses read."""
 SAME_BOUNDS = (Clipped, GeometricClip, SoftGate)
 """Surrogates whose bounds mean what verl's bounds mean in its own losses of that kind."""
 MODES = {"constant": "seq-mean-token-sum-norm"}
@@ -57,14 +59,11 @@ class PolicyLoss:
         mask = response_mask.bool()
         built = self.validated_objective(config, loss_agg_mode)
         tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
-        state = counted_state(
-            mask.sum() if tokens is None else tokens,
-            mask.any(1).sum() if sequences is None else sequences,  # As verl counts them.
-            like=log_prob,
-        )
+        tokens = mask.sum() if tokens is None else tokens
+        sequences = mask.any(1).sum() if sequences is None else sequences  # As verl counts them.
         behavior = _sampler_logps(built, rollout_is_weights, mask)
         logps = PolicyLogps(log_prob, behavior, mask, proximal=old_log_prob)
-        loss, metrics, _ = evaluate(built, logps, advantages, state=state)
+        loss, metrics, _ = evaluate(built, logps, advantages, counts=(tokens, sequences))
         return loss * (counts.get("dp_size") or 1), {f"actor/{key}": value for key, value in averaged(metrics).items()}
 
     def validated_objective(self, actor: Any, loss_agg_mode: str) -> Objective:
@@ -97,7 +96,7 @@ def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
     keywords, known = given_keywords(getattr(actor, "policy_loss", None)), keywords_of(name)
     values, taken = _bounds(actor), {}
     for key, value in values.items():
-        keyword = VERL_ACTOR[key].keyword
+        keyword = ACTOR[key].keyword
         if keyword not in known or not isinstance(objective(name).surrogate, SAME_BOUNDS):
             continue
         if keywords.get(keyword, value) != value:
@@ -106,8 +105,8 @@ def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
                 "leave one out"
             )
         taken[key] = value
-    refuse("verl", VERL_ACTOR, [key for key in values if key not in taken], f"As {SET}.KEYWORD")
-    keywords |= {VERL_ACTOR[key].keyword: value for key, value in taken.items()}
+    refuse("verl", ACTOR, [key for key in values if key not in taken], f"As {SET}.KEYWORD")
+    keywords |= {ACTOR[key].keyword: value for key, value in taken.items()}
     if keywords.get("aggregation", known.get("aggregation")) == "constant":
         # The constant length is verl's: its KL and entropy terms divide by it too.
         factor = getattr(actor, "loss_scale_factor", None)
@@ -120,7 +119,7 @@ def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
 
 def _bounds(actor: Any) -> dict[str, Any]:
     """Returns the bounds of verl's losses that are not at verl's defaults. One that is null is that of `clip_ratio`."""
-    values = chosen(VERL_ACTOR, actor)
+    values = chosen(ACTOR, actor)
     null = [key for key, value in values.items() if value is None]
     if not null:
         return values

@@ -13,8 +13,8 @@ import yaml
 from tests.support.named_cases import in_one_test
 
 import trimtab
-from trimtab.adapters.adapter_lines import written
 from trimtab.adapters.config_lines import lines, lines_for
+from trimtab.adapters.config_lines.adapter_lines import written
 from trimtab.adapters.hooks import HOOKS
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objective, objectives

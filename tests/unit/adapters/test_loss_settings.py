@@ -14,12 +14,11 @@ from tests.support import adapter_calls
 from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
 from trimtab.adapters import areal, loss_settings, nemo_rl, openrlhf, skyrl, slime
-from trimtab.adapters.loss_settings import LossSettings, chosen, refuse
+from trimtab.adapters.loss_settings import SETTINGS, LossSettings, chosen, refuse
 from trimtab.errors import TrimtabError
 from trimtab.objectives import keywords_of, objectives
 from trimtab.objectives.keywords import PART_KEYS
 
-TABLES = {name: table for name, table in vars(loss_settings).items() if name.isupper() and isinstance(table, dict)}
 ZEROS = torch.zeros(1, 2)
 
 
@@ -72,12 +71,12 @@ CALLS: dict[str, Callable[[SimpleNamespace], None]] = {
 }
 
 
-@pytest.mark.parametrize(("table", "name"), [(table, name) for table in CALLS for name in TABLES[table]])
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table in CALLS for name in SETTINGS[table]])
 def test_each_setting_is_refused_where_it_is_not_the_default(
     table: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_nemo_rl(monkeypatch)
-    settings, call = TABLES[table], CALLS[table]
+    settings, call = SETTINGS[table], CALLS[table]
     call(section(settings))
     default = settings[name].default
     other = "other" if default is None or isinstance(default, str) else not default if default in (0, 1) else 0.123
@@ -137,7 +136,7 @@ def test_what_replaces_a_setting_exists() -> None:
         {keyword for name in objectives() for keyword in keywords_of(name)} | set(PART_KEYS) | {"KEYWORD", "NAME"}
     )
     known = keywords | set(objectives())
-    for table, settings in TABLES.items():
+    for table, settings in SETTINGS.items():
         for name, one in settings.items():
             words = set(re.findall(r"[a-z0-9_-]+", one.instead))
             assert not one.instead or words & known or "trimtab" in words, (table, name)

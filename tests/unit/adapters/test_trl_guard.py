@@ -35,7 +35,7 @@ def test_what_it_cannot_do_is_refused(given: dict[str, object], words: str) -> N
 
 def test_another_value_is_refused() -> None:
     with pytest.raises(TrimtabError, match="guard=5: give True, or a Guard"):
-        TrainsObjective()._set_parts("trl", None, None, None, 5)  # type: ignore[arg-type]
+        TrainsObjective(guard=5)  # type: ignore[arg-type]
 
 
 def test_a_copy_has_tensors_of_its_own() -> None:

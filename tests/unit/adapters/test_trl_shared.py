@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from trimtab.adapters.loss_settings import TRL
+from trimtab.adapters.loss_settings import SETTINGS
 from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
 from trimtab.objectives import keywords_of, objective, objectives
@@ -29,9 +29,9 @@ class Config:
     beta: float = 0.0
 
 
-@pytest.mark.parametrize("option", [option for option, one in TRL.items() if one.instead])
+@pytest.mark.parametrize("option", [option for option, one in SETTINGS["TRL"].items() if one.instead])
 def test_what_replaces_an_option_exists(option: str) -> None:
-    words = set(re.findall(r"[a-z0-9_-]+", TRL[option].instead))
+    words = set(re.findall(r"[a-z0-9_-]+", SETTINGS["TRL"][option].instead))
     assert words & (KEYWORDS | set(objectives()))
     assert {word for word in words if "_" in word} <= KEYWORDS
 

@@ -5,6 +5,7 @@ says how it is not. Where it has none, its adapter's lines, or those of the near
 verl 0.9.1, TRL 1.16 and Miles 31f1ca96; the lines of the first two are run (docs/choosing.md).
 
 verl_settings, trl_settings, miles_settings   the settings of each; own_settings: what they share
+adapter_lines                                 the lines of the adapters
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trimtab.adapters.adapter_lines import adapter_lines, written
+from trimtab.adapters.config_lines.adapter_lines import adapter_lines, written
 from trimtab.adapters.config_lines.miles_settings import miles
 from trimtab.adapters.config_lines.own_settings import Absent
 from trimtab.adapters.config_lines.trl_settings import trl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trimtab.adapters.adapter_lines import ACTOR, ALGORITHM, assignment, verl_aggregation
+from trimtab.adapters.config_lines.adapter_lines import ACTOR, ALGORITHM, assignment, verl_aggregation
 from trimtab.adapters.config_lines.own_settings import (
     LEVELS,
     UNBOUNDED,

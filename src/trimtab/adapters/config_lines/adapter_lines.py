@@ -68,14 +68,12 @@ def adapter_lines(
         return [], reason
     if trainer in _CONFIGURATIONS:
         return [*_CONFIGURATIONS[trainer](preset, keywords, built), *remarks], None
-    line, function, more = _SCRIPTS[trainer]
-    return [line.format(call(function, preset, keywords, more)), *remarks], None
+    return [_SCRIPTS[trainer].format(_arguments(preset, keywords)), *remarks], None
 
 
-def call(name: str, preset: str, keywords: Mapping[str, Any], more: str = "") -> str:
-    """Returns a call in Python with an objective's name and keywords, and more arguments."""
-    given = "".join(f", {key}={written(value, 'python')}" for key, value in keywords.items())
-    return f'{name}("{preset}"{given}{more})'
+def _arguments(preset: str, keywords: Mapping[str, Any]) -> str:
+    """Returns an objective's name and keywords as arguments of a call in Python."""
+    return ", ".join([f'"{preset}"', *(f"{key}={written(value, 'python')}" for key, value in keywords.items())])
 
 
 def verl_aggregation(built: Objective) -> dict[str, str]:
@@ -116,7 +114,7 @@ def _skyrl(preset: str, keywords: Mapping[str, Any], built: Objective) -> list[s
         "max_seq_len": built.aggregation.length_max,
     }
     return [
-        f"{call('trimtab.adapters.skyrl.register', preset, keywords)}  # before ray.init, and on the command line:",
+        f"trimtab.adapters.skyrl.register({_arguments(preset, keywords)})  # before ray.init, and on the command line:",
         *(f"# trainer.algorithm.{key}={value}" for key, value in settings.items() if value is not None),
     ]
 
@@ -134,14 +132,14 @@ def _miles(preset: str, keywords: Mapping[str, Any], built: Objective) -> list[s
 
 
 _SCRIPTS = {
-    "trl": ("trimtab.adapters.trl.GRPOTrainer(..., objective={})", "trimtab.objective", ""),
-    "trl-async": ("trimtab.adapters.trl.AsyncGRPOTrainer(..., objective={})", "trimtab.objective", ""),
-    "nemo-rl": ("loss_fn = {}", "trimtab.adapters.nemo_rl.ObjectiveLoss", ", replaces=loss_fn"),
-    "areal": ("{}  # in the constructor of an actor", "trimtab.adapters.areal.install", ""),
-    "openrlhf": ("{}  # in the process of the policy actor", "trimtab.adapters.openrlhf.install", ""),
-    "tinker": ("client.forward_backward_custom(data, {})", "trimtab.adapters.tinker.custom_loss", ""),
+    "trl": "trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective({}))",
+    "trl-async": "trimtab.adapters.trl.AsyncGRPOTrainer(..., objective=trimtab.objective({}))",
+    "nemo-rl": "loss_fn = trimtab.adapters.nemo_rl.ObjectiveLoss({}, replaces=loss_fn)",
+    "areal": "trimtab.adapters.areal.install({})  # in the constructor of an actor",
+    "openrlhf": "trimtab.adapters.openrlhf.install({})  # in the process of the policy actor",
+    "tinker": "client.forward_backward_custom(data, trimtab.adapters.tinker.custom_loss({}))",
 }
-"""A line of a script, the function that it calls, and further arguments of that."""
+"""A line of a script; the name of the objective and its keywords are in the place of {}."""
 
 _CONFIGURATIONS: dict[str, Callable[[str, Mapping[str, Any], Objective], list[str]]] = {
     "verl": _verl,
