@@ -3,7 +3,7 @@
 objective     the loss of a batch, from its parts, and its equation
 presets       the named objectives; lookup builds one by its name; keywords: what changes one; calibrate: its bounds
 surrogates    the per-token terms, with ratio_bounds and smooth_surrogates
-regularizers  the KL term; centering: score centering; aggregation: the denominators
+regularizers  the KL term and score centering; aggregation: the denominators
 policies      the log-probs that an objective reads; state: what is summed over an update
 advantages    advantages from rewards
 code          the loss as a function in plain PyTorch, and the noise of ALP

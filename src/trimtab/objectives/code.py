@@ -22,9 +22,8 @@ from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.centering import Centering
 from trimtab.objectives.policies import Ratio
-from trimtab.objectives.regularizers import KL
+from trimtab.objectives.regularizers import KL, Centering
 from trimtab.objectives.surrogates import Surrogate
 from trimtab.types import MIN_BEHAVIOR
 

@@ -33,9 +33,8 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import code
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.centering import Centering
 from trimtab.objectives.policies import PolicyLogps, Ratio
-from trimtab.objectives.regularizers import KL
+from trimtab.objectives.regularizers import KL, Centering
 from trimtab.objectives.state import Metrics, State
 from trimtab.objectives.surrogates import Surrogate, Terms
 
@@ -51,7 +50,7 @@ class Output(NamedTuple):
 class Objective:
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
-    centering: whether the expected score under the sampler is subtracted (centering.py).
+    centering: whether the expected score under the sampler is subtracted (regularizers.py).
     advantage: the kind of advantages that it expects (`ADVANTAGE_KINDS`). notes: remarks printed with the equation.
     source: where it is from, printed with its code.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
@@ -202,12 +201,10 @@ class Objective:
         policy = -_weighted_sum(select(value, keep), self.aggregation.scale(sequences, kept, state))
         scale = self.aggregation.scale_original(sequences, state)
         regularizer, regularizer_statistics = self._regularizers(logps, terms, scale)
-        centering, centering_statistics = self._center(logps, terms, scale)
-        loss = policy + regularizer + centering + self._nan_if_not_finite(logps, terms.on_policy)
+        loss = policy + regularizer + self._nan_if_not_finite(logps, terms.on_policy)
         statistics = {
             **statistics,
             **regularizer_statistics,
-            **centering_statistics,
             **({} if correction is None else correction.statistics),
         }
         return Output(loss, Metrics({**statistics, **_loss_statistics(terms, policy, keep, state)}))
@@ -300,7 +297,7 @@ class Objective:
         )
 
     def _regularizers(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:
-        """Returns kl_coef * KL - entropy_coef * entropy over the original mask, and its statistics."""
+        """Returns kl_coef * KL - entropy_coef * entropy + A * C over the original mask, and its statistics."""
         total = terms.logp.new_zeros(())
         statistics: dict[str, Mergeable] = {}
         if self.kl.coef > 0:
@@ -316,18 +313,13 @@ class Objective:
             if self.entropy_coef > 0:
                 total = total - self.entropy_coef * _weighted_sum(entropy, scale)
             statistics["entropy/mean"] = Mean.of(entropy, terms.mask)
+        if self.center is not None:
+            sampled = terms.on_policy[..., None]
+            heads = logps.required("head_current", self.name), logps.required("head_behavior", self.name).detach()
+            current, behavior = (torch.where(sampled, widen(head), -torch.inf) for head in heads)
+            total = total + _weighted_sum(self.center.per_token(current, behavior) * terms.advantage, scale)
+            statistics["centering/head_mass"] = Mean.of(behavior.exp().sum(-1), terms.on_policy)
         return total, statistics
-
-    def _center(self, logps: PolicyLogps, terms: Terms, scale: Tensor) -> tuple[Tensor, dict[str, Mergeable]]:
-        """Returns the centering term over the original mask, and its statistics."""
-        if self.center is None:
-            return terms.logp.new_zeros(()), {}
-        sampled = terms.on_policy[..., None]
-        current = torch.where(sampled, widen(logps.required("head_current", self.name)), -torch.inf)
-        behavior = torch.where(sampled, widen(logps.required("head_behavior", self.name).detach()), -torch.inf)
-        value = self.center.per_token(current, behavior)
-        statistics: dict[str, Mergeable] = {"centering/head_mass": Mean.of(behavior.exp().sum(-1), terms.on_policy)}
-        return _weighted_sum(value * terms.advantage, scale), statistics
 
     def _to_sampler(self, logps: PolicyLogps, terms: Terms) -> Tensor:
         """Returns log(current/behavior); where a token has no behavior policy, 0 with the gradient of its log-prob."""
