@@ -16,7 +16,6 @@ from trimtab.monitor.scalars import steps_of
 from trimtab.report.run_objective import known_objective
 from trimtab.runs.metric_catalog import K3, Metric, band_text, bounds, judge, k3_range, metric
 from trimtab.runs.reader import Accuracy, Run
-from trimtab.runs.returns import returns_of
 from trimtab.text import beside, number, short
 
 # Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
@@ -276,8 +275,8 @@ def _end(run: Run, done: int) -> Iterator[Finding]:
 
 def _returns(run: Run) -> Iterator[Finding]:
     """Yields how often the guard returned to an earlier policy, whose steps are not judged."""
-    if returns := returns_of(run.rows):
-        times = "once" if len(returns) == 1 else f"{len(returns)} times"
+    if run.returns:
+        times = "once" if len(run.returns) == 1 else f"{len(run.returns)} times"
         discarded = len(run.rows) - len(run.kept.rows)
         yield Finding("note", "guard", f"it returned {times} to an earlier policy and discarded {discarded} steps")
 

@@ -28,7 +28,6 @@ from trimtab.pages.charts import (
 from trimtab.pages.page import Chart, Charts, Note, Section
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced
-from trimtab.runs.returns import discarded_spans, returns_of
 from trimtab.text import number
 
 QUANTILES = ["q01", "q05", "q50", "q95", "q99"]
@@ -96,18 +95,17 @@ def _chart(title: str, curves: Sequence[MetricCurve], run: Run) -> Chart:
         _paint(axes, curves, run)
         _mark_returns(axes, run)
 
-    legend = bool(returns_of(run.rows))
+    legend = bool(run.returns)
     return Chart(title, draw(title, paint, size=(WIDTH, 2.5), legend=legend, steps=True), notes, now)
 
 
 def _mark_returns(axes: Axes, run: Run) -> None:
     """Draws a line at the first step after each return, and shades the steps that were discarded."""
-    for first, last in discarded_spans(run.rows):
+    for first, last in run.discarded:
         axes.axvspan(first - 0.5, last + 0.5, color=INK, alpha=0.1, linewidth=0, zorder=0)
-    returns = returns_of(run.rows)
-    starts = {one.start for one in returns}
+    starts = {one.start for one in run.returns}
     where = f"step {starts.pop()}" if len(starts) == 1 else "earlier steps"
-    for index, one in enumerate(returns):
+    for index, one in enumerate(run.returns):
         label = "_" if index else f"returned to {where}"
         axes.axvline(one.step, color=INK, linewidth=0.8, linestyle=(0, (1, 1)), label=label)
 

@@ -35,8 +35,7 @@ from trimtab.runs.atomic import write_output
 from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
-from trimtab.runs.reader import ResponseText, Run, evenly_spaced, read_samples
-from trimtab.runs.returns import EVENT
+from trimtab.runs.reader import EVENT, ResponseText, Run, evenly_spaced, read_samples
 from trimtab.text import beside, duration, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}

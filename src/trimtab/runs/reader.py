@@ -1,4 +1,7 @@
-"""Reads the files of a run. Every error is a `TrimtabError` that names the file and the remedy."""
+"""Reads the files of a run, and finds what its guard discarded.
+
+Every error is a `TrimtabError` that names the file and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +23,22 @@ from trimtab.files import open_parquet, parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.provenance import read_starts
-from trimtab.runs.returns import kept_rows
 
 T = TypeVar("T")
+EVENT, RETURNS = "guard/event", "guard/returns"
+CONTINUES_FROM = "guard/continues_from"
+"""Metric of the first step after a return: the step whose policy it went on from. Steps between are discarded."""
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")
 _SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer")
+
+
+class Return(NamedTuple):
+    """A return: `step` was the first one after it, and went on from the policy of `start`."""
+
+    step: int
+    start: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +63,31 @@ class Run:
         return self.rows[-1]
 
     @property
+    def returns(self) -> list[Return]:
+        """The returns of its guard to earlier policies."""
+        return [Return(row["step"], row[CONTINUES_FROM]) for row in self.rows if row.get(CONTINUES_FROM) is not None]
+
+    @property
     def kept(self) -> Run:
-        """The run without the steps that its guard discarded."""
-        return replace(self, rows=kept_rows(self.rows))
+        """The run without the steps that its guard discarded.
+
+        What was measured before training is in the first row: if that was discarded, the first one that is kept has it.
+        """
+        kept: list[dict[str, Any]] = []
+        for row in self.rows:
+            if (start := row.get(CONTINUES_FROM)) is not None:
+                kept = [one for one in kept if one["step"] <= start]
+            kept.append(row)
+        if kept and kept[0] is not self.rows[0]:
+            kept[0] = {key: value for key, value in self.rows[0].items() if key.endswith("/before")} | kept[0]
+        return replace(self, rows=kept)
+
+    @property
+    def discarded(self) -> list[tuple[int, int]]:
+        """The first and the last step of each part that its guard discarded."""
+        kept = {row["step"] for row in self.kept.rows}
+        parts = groupby((row["step"] for row in self.rows), key=lambda step: step in kept)
+        return [(steps[0], steps[-1]) for is_kept, part in parts if not is_kept for steps in [list(part)]]
 
     @property
     def steps(self) -> int:

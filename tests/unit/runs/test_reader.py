@@ -11,7 +11,7 @@ import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.runs.layout import TRAJECTORIES, trajectory_files
-from trimtab.runs.reader import read_run, read_samples
+from trimtab.runs.reader import Return, Run, read_run, read_samples
 
 
 def _metrics(run: Path, *rows: dict[str, object]) -> None:
@@ -115,3 +115,37 @@ def test_a_file_without_rewards_is_no_trajectory_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"group": [3]}), path)
     with pytest.raises(TrimtabError, match="no column 'reward'"):
         read_samples(path)
+
+
+def returning(*returns: tuple[int, int], last: int = 12) -> Run:
+    starts = dict(returns)
+    first = {"eval/sort/before": 0.25, "eval/sort/greedy": 0.5}
+    marked = [{"step": step} | ({"guard/continues_from": starts[step]} if step in starts else {}) for step in starts]
+    marks = {row["step"]: row for row in marked}
+    rows = [
+        {"step": step}
+        | marks.get(step, {})
+        | (first if step == 1 else {})
+        | ({"eval/sort/greedy": 0.75} if step == last else {})
+        for step in range(1, last + 1)
+    ]
+    return Run(Path("run"), {"trainer": {"steps": 6}, "eval": {"every": 12}}, rows)
+
+
+def test_steps_after_the_one_that_is_gone_on_from_do_not_count() -> None:
+    run = returning((8, 3), (11, 8))
+    assert [row["step"] for row in run.kept.rows] == [1, 2, 3, 8, 11, 12]
+    assert run.discarded == [(4, 7), (9, 10)]
+    assert run.returns == [Return(8, 3), Return(11, 8)]
+    assert returning().kept.rows == returning().rows
+
+
+def test_a_later_return_may_go_back_before_an_earlier_one() -> None:
+    assert [row["step"] for row in returning((8, 3), (11, 2)).kept.rows] == [1, 2, 11, 12]
+
+
+def test_the_accuracy_before_training_stays_where_the_first_step_was_discarded() -> None:
+    run = returning((7, 0))
+    assert run.steps == 6
+    accuracy = run.kept.accuracy()["sort"]
+    assert (accuracy.steps.tolist(), accuracy.values.tolist()) == ([0, 12], [0.25, 0.75])

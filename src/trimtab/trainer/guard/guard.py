@@ -18,7 +18,7 @@ from trimtab.errors import DivergedError
 from trimtab.monitor.alarms import SHIFT_STEPS, WINDOW
 from trimtab.monitor.collapse_signs import Sign
 from trimtab.runs.layout import checkpoint_folder, checkpoint_step
-from trimtab.runs.returns import CONTINUES_FROM, EVENT, RETURNS
+from trimtab.runs.reader import CONTINUES_FROM, EVENT, RETURNS
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
 from trimtab.trainer.guard.history import KeptSteps

@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from trimtab.monitor.alarms import COLLAPSED_SHARE, History, Step
 from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign, needed_snapshots, trusted_step
 from trimtab.monitor.scalars import steps_of
-from trimtab.runs.returns import CONTINUES_FROM
+from trimtab.runs.reader import CONTINUES_FROM
 
 
 class KeptSteps:
