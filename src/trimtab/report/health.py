@@ -1,9 +1,14 @@
-"""The health of a run: a list of checks over all steps it has logged, and the verdict that follows from them."""
+"""The health of a run: a list of checks over all steps it has logged, and the verdict that follows from them.
+
+Roles of metrics in it (`verdict` in metrics.toml): `mismatch` invalidates the correction, and only the first one that
+is outside its range is reported, from which the others follow; `noise`: where it is too low, the policy is not
+perturbed; `unused`: less data is used than could be; `lost`: counts of what was left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,39 +19,10 @@ from trimtab.intervals import wilson
 from trimtab.monitor.alarms import clearly_above, lasting_alarms
 from trimtab.monitor.scalars import steps_of
 from trimtab.report.run_objective import known_objective
-from trimtab.runs.metric_catalog import K3, Metric, band_text, bounds, judge, k3_range, metric
+from trimtab.runs.metric_catalog import K3, Metric, band_text, bounds, judge, k3_range, metric, with_verdict
 from trimtab.runs.reader import Accuracy, Run
 from trimtab.text import beside, number, short
 
-# Mismatch metrics that invalidate the correction. Only the first one outside its range is reported; the other follows
-# from it. The correlation is not among them: the more certain a policy is, the less its probabilities vary, and the
-# same small differences of log-probs weigh more.
-CRITICAL = {
-    K3: "k3",
-    "mismatch/ess_token": "the effective sample size",
-    "mismatch/ratio_mean": "the mean ratio of trainer and sampler",
-}
-# Where one of them is too low, the policy is not perturbed: the method is its bypass.
-NOISE = {
-    "perturbation/dlogp": "the change of log-probs",
-    "perturbation/changed": "the share of changed entries",
-}
-# The run trains correctly, but uses less of its data than it could.
-MILD = {
-    "groups/no_signal": "the share of groups without signal",
-    "length/truncated": "the share of responses cut by the length limit",
-    "weight/changed": "the share of weights at their bound",
-    "clip/low": "the share of tokens clipped below",
-    "clip/high": "the share of tokens clipped above",
-    "clip/dual": "the share of tokens at the dual clip",
-    "clip/second_moment": "the share of tokens that the second moment leaves out",
-    "reject/tokens": "the share of rejected tokens",
-}
-LOSSES = {
-    "optim/skipped": "updates skipped as not finite",
-    "trajectories/dropped": "responses dropped",
-    "metrics/nonfinite": "figures logged as not finite",
-}
 ALARMS = {
     "reward-collapse": "reward",
     "gradient-norm": "gradient norm",
@@ -178,7 +154,7 @@ def health(run: Run) -> HealthVerdict:
     statuses = {item.status for item in found}
     if "fail" in statuses:
         state = "not healthy"
-    elif metrics.keys().isdisjoint(CRITICAL):
+    elif metrics.keys().isdisjoint(with_verdict("mismatch")):
         state = "not judged"
     else:
         state = "healthy, but" if "note" in statuses else "healthy"
@@ -330,12 +306,13 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
     asks for. Without lag, or with an objective that does not read the sampler's log-probs, it is a fault, and so is k3
     beyond everything published.
     """
-    found = next((metrics[key] for key in CRITICAL if key in metrics and metrics[key].state == "outside"), None)
-    if metrics.keys().isdisjoint(CRITICAL):
+    names = with_verdict("mismatch")
+    found = next(_outside(metrics, names), None)
+    if metrics.keys().isdisjoint(names):
         yield Finding("note", "mismatch", "no mismatch between trainer and sampler was measured")
     if found is None:
         return
-    text, objective = f"{CRITICAL[found.key]} is {_value_text(found)}", known_objective(run.config)
+    text, objective = f"{names[found.key]} is {_value_text(found)}", known_objective(run.config)
     _, lags = run.series("lag/max")
     published = k3_range(found.worst.median) if found.key == K3 else None
     if lags.max(initial=0) > 0 and objective is not None and "behavior" in objective.needs:
@@ -349,14 +326,15 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
 
 def _noise(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     """Yields that the perturbation (ALP noise) has no effect. Noise on the logits has no entries that it changes."""
-    found = next((metrics[key] for key in NOISE if key in metrics and metrics[key].state == "outside"), None)
+    names = with_verdict("noise")
+    found = next(_outside(metrics, names), None)
     if found is not None:
-        detail = f"the noise of the perturbation is in effect a no-op: {NOISE[found.key]} is {_value_text(found)}"
+        detail = f"the noise of the perturbation is in effect a no-op: {names[found.key]} is {_value_text(found)}"
         yield Finding("fail", "noise", detail, "raise perturbation.std or see model.autocast")
 
 
 def _losses(run: Run) -> Iterator[Finding]:
-    for key, words in LOSSES.items():
+    for key, words in with_verdict("lost").items():
         if total := int(run.series(key)[1].sum()):
             yield Finding("note", "lost data", f"{words}: {total:,}")
 
@@ -366,11 +344,15 @@ def _unused(run: Run, metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     _, rewards = run.series("reward/mean")
     parts = equal_parts(len(rewards))
     rose = len(parts) > 1 and clearly_above(rewards[parts[-1]], rewards[parts[0]])
-    for key, name in MILD.items():
-        if key in metrics and metrics[key].state == "outside":
-            status = "ok" if rose and key == "groups/no_signal" else "note"
-            text = f"{name} is {_value_text(metrics[key])} (healthy: {band_text(key)})"
-            yield Finding(status, "unused data", text)
+    names = with_verdict("unused")
+    for found in _outside(metrics, names):
+        status = "ok" if rose and found.key == "groups/no_signal" else "note"
+        text = f"{names[found.key]} is {_value_text(found)} (healthy: {band_text(found.key)})"
+        yield Finding(status, "unused data", text)
+
+
+def _outside(metrics: Mapping[str, JudgedMetric], keys: Iterable[str]) -> Iterator[JudgedMetric]:
+    return (metrics[key] for key in keys if key in metrics and metrics[key].state == "outside")
 
 
 def _value_text(found: JudgedMetric) -> str:

@@ -49,6 +49,8 @@ class Metric:
     curve: str = ""  # its name there, before the `<name>` that a pattern matched
     log: bool = False  # whether the axis is logarithmic
     bound: str = ""  # key of the recipe whose value is drawn as a level line
+    verdict: str = ""  # what a value outside the band means for a run: a role of `report.health`
+    called: str = ""  # the metric in the sentence of a verdict
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -92,6 +94,11 @@ def metric(key: str) -> Metric | None:
     rows = [row for part in sections() for row in part.metrics]
     exact = next((row for row in rows if row.key == key), None)
     return exact or next((row for row in rows if row.pattern.fullmatch(key)), None)
+
+
+def with_verdict(role: str) -> dict[str, str]:
+    """Returns what the metrics of a role in the verdict of a run are called, by key."""
+    return {row.key: row.called for part in sections() for row in part.metrics if row.verdict == role}
 
 
 def judge(key: str, value: Any) -> ValueState:
