@@ -118,7 +118,7 @@ def test_steps_that_a_guard_discarded_are_not_judged() -> None:
         ({"optim__grad_norm": phases(0.07, 0.02, 0.07, 0.07)}, HEALTHY),
         (
             {"optim__skipped": [1.0] + [0.0] * 79, "trajectories__dropped": [0.0] * 60 + [3.0] + [0.0] * 19},
-            f"{BUT}updates skipped as not finite: 1; responses dropped: 3.",
+            f"{BUT}responses dropped: 3; updates skipped as not finite: 1.",
         ),
         (
             dict.fromkeys(("mismatch__k3", "mismatch__ess_token", "mismatch__pearson")),
