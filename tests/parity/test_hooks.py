@@ -26,6 +26,7 @@ from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
+from trimtab.adapters.loss_settings import SETTINGS
 from trimtab.errors import TrimtabError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -199,7 +200,7 @@ def test_slime_s_top_p_without_the_tokens_that_it_kept_is_refused(hooks: Peer, m
 def test_the_options_that_are_refused_beside_the_loss_exist(trainer: str) -> None:
     assert PEERS is not None
     source = (Path(PEERS) / trainer / trainer / "utils" / "arguments.py").read_text()
-    for option in (*slime.IGNORED, "use_kl_loss", "use_rollout_logprobs", "get_mismatch_metrics"):
+    for option in (*SETTINGS["MILES"], "use_kl_loss", "use_rollout_logprobs", "get_mismatch_metrics"):
         assert f'"--{option.replace("_", "-")}"' in source, option
     # This pair is theirs to refuse.
     assert "use_rollout_logprobs and use_tis cannot be set at the same time" in source

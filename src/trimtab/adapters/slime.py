@@ -33,15 +33,6 @@ from trimtab.adapters.monitoring import OBSERVED, Observations, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
 
-IGNORED = {
-    "kl_loss_coef": "set kl_coef in trimtab_objective, with --use-kl-loss, which loads the reference",
-    "entropy_coef": "no entropy passes through this hook: leave it out, or use tis beside the trainer's own loss",
-    "use_tis": "the objective has a weight and masks itself: leave it out",
-    "use_opsm": "leave it out, and use the objective opsm",
-    "custom_pg_loss_reducer_function_path": "set aggregation in trimtab_objective",
-}
-"""Options of the trainers' own policy loss that would have no effect beside `loss`, with what to do."""
-
 SCORING = {
     "miles": "miles.backends.training_utils.loss_hub.logit_processors",
     "slime": "slime.backends.megatron_utils.loss",
@@ -164,9 +155,6 @@ def _monitor(args: Namespace) -> Observations | None:
 
 def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, Any]) -> None:
     """Raises `TrimtabError` for settings of the trainer under which the loss would be another one than is named."""
-    for option, remedy in IGNORED.items():
-        if getattr(args, option, None):
-            raise TrimtabError(f"--{option.replace('_', '-')} has no effect beside this loss: {remedy}")
     refuse_chosen(hook(_trainer()).trainer, "MILES", args, "In trimtab_objective")
     if (estimator := getattr(args, "advantage_estimator", "grpo")) in ("gspo", "cispo"):
         raise TrimtabError(
