@@ -24,8 +24,7 @@ import pyarrow.parquet as pq
 from canvas import BLUE, GREEN, IMAGES, ORANGE, PURPLE, RC, SKY, VERMILLION, number, save, table
 
 from trimtab.intervals import seed_interval
-from trimtab.report.comparison_figures import write_figures
-from trimtab.report.experiment_page import accuracy_figure, summarize
+from trimtab.report.experiment_page import summarize, write_accuracy_figure
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#000000")
 Row = dict[str, Any]
@@ -43,7 +42,7 @@ def distinct(rows: list[Row], key: str) -> list[str]:
 
 def dots(rows: list[Row], path: Path) -> None:
     found = summarize(rows)
-    write_figures(lambda: accuracy_figure(found, found.methods), path)
+    write_accuracy_figure(found, found.methods, path)
 
 
 def curves(grid: Path, rows: list[Row], metric: str, path: Path, log: bool) -> None:

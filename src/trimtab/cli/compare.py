@@ -103,14 +103,13 @@ def _train(plan: ExperimentPlan, *, workers: int, keep: bool, as_json: bool) -> 
 
 
 def _show(plan: ExperimentPlan, as_json: bool, choices: list[Choice] | None, notes: list[str]) -> None:
-    from trimtab.report.comparison_figures import write_figures
-    from trimtab.report.experiment_page import accuracy_figure, legend, markdown, summarize, write_experiment_page
+    from trimtab.report.experiment_page import legend, markdown, summarize, write_accuracy_figure, write_experiment_page
     from trimtab.runs.summary import read_table
 
     out = plan.out
     grid = summarize(read_table(out))
     report = write_experiment_page(grid, out / REPORT, notes=notes)
-    figures = write_figures(lambda: accuracy_figure(grid, grid.methods), out / "accuracy")
+    figures = write_accuracy_figure(grid, grid.methods, out / "accuracy")
     text = f"{markdown(grid)}\n\n{legend(grid)}\n"
     if notes:
         text += "\n" + "".join(f"- {line}\n" for line in notes)

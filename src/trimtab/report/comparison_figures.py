@@ -1,25 +1,19 @@
-"""The figures of a comparison: one color per group, with a band over its seeds, on its page and as files."""
+"""The figures of a comparison: one color per group, with a band over its seeds."""
 
 from __future__ import annotations
 
-import io
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from trimtab.pages.charts import (
     AVERAGED_FROM,
     CYCLE,
-    RC,
     STYLES,
     THEME,
     Series,
@@ -31,22 +25,12 @@ from trimtab.pages.charts import (
 )
 from trimtab.pages.page import Chart, Note
 from trimtab.report.groups import Group
-from trimtab.runs.atomic import write_output
 from trimtab.runs.reader import Run
 from trimtab.text import join_names
 
 BANDS_UP_TO = 8  # groups; more would hide each other
 _DASHES = {0: "", 1: "7 3", 2: "8 3 2 3", 3: "2 3", 4: "8 2 2 2", 5: "2 2"}
-# Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
-_SETTINGS: dict[Any, Any] = {
-    **RC,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "svg.fonttype": "path",
-    "svg.hashsalt": "trimtab",
-}
 _BAND_POINTS = 480
-_METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 @dataclass(frozen=True)
@@ -216,17 +200,3 @@ def _line_style(index: int) -> tuple[str, Any]:
 def _style_number(index: int) -> int:
     """Returns the index of the line style; colors repeat after six groups, so 36 groups are distinguishable."""
     return (index + index // len(CYCLE)) % len(STYLES)
-
-
-def write_figures(paint: Callable[[], Figure], path: Path) -> list[Path]:
-    """Writes what `paint` draws as `path` with the suffixes .png (160 dots per inch) and .svg, and returns both."""
-    written = []
-    with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
-        # A name may contain characters that the font lacks; they are drawn as boxes.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = paint()
-        for kind, metadata in _METADATA.items():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
-            written.append(write_output(path.with_suffix(f".{kind}"), buffer.getvalue()))
-    return written

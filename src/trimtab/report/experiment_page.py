@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -20,7 +23,7 @@ from trimtab.intervals import (
     may_be_best,
     seed_interval,
 )
-from trimtab.pages.charts import BLUE, INK, VERMILLION
+from trimtab.pages.charts import BLUE, INK, RC, VERMILLION
 from trimtab.pages.page import Cell, Note, Page, Part, Section, Table
 from trimtab.runs.atomic import write_output
 from trimtab.text import code_span, markdown_text
@@ -28,6 +31,15 @@ from trimtab.text import code_span, markdown_text
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
 MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
+# Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
+_SETTINGS: dict[Any, Any] = {
+    **RC,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "trimtab",
+}
+_METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +222,20 @@ def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
     panels[0].set_yticks(range(len(methods)), list(methods))
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
     return figure
+
+
+def write_accuracy_figure(table: ComparisonTable, methods: Sequence[str], path: Path) -> list[Path]:
+    """Writes `accuracy_figure` as `path` with the suffixes .png (160 dots per inch) and .svg, and returns both."""
+    written = []
+    with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
+        # A name may contain characters that the font lacks; they are drawn as boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure = accuracy_figure(table, methods)
+        for kind, metadata in _METADATA.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+            written.append(write_output(path.with_suffix(f".{kind}"), buffer.getvalue()))
+    return written
 
 
 def write_experiment_page(table: ComparisonTable, path: Path, *, notes: Sequence[str] = ()) -> Path:

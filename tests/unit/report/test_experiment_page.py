@@ -13,7 +13,6 @@ import pytest
 from markdown_it import MarkdownIt
 
 from trimtab.errors import TrimtabError
-from trimtab.report.comparison_figures import write_figures
 from trimtab.report.experiment_page import (
     ComparisonTable,
     accuracy_figure,
@@ -21,6 +20,7 @@ from trimtab.report.experiment_page import (
     legend,
     markdown,
     summarize,
+    write_accuracy_figure,
     write_experiment_page,
 )
 from trimtab.runs.summary import read_table
@@ -187,9 +187,9 @@ def test_the_figure_of_a_comparison_has_a_dot_for_each_seed_and_is_written_for_a
         ([pytest.approx(0.85)], [2]),
     ]
     assert len(easy.lines) == 3, "a failed run has no dot"
-    written = write_figures(lambda: accuracy_figure(grid, grid.methods), tmp_path / "a" / "accuracy")
+    written = write_accuracy_figure(grid, grid.methods, tmp_path / "a" / "accuracy")
     assert [path.name for path in written] == ["accuracy.png", "accuracy.svg"]
-    again = write_figures(lambda: accuracy_figure(grid, grid.methods), tmp_path / "b" / "accuracy")
+    again = write_accuracy_figure(grid, grid.methods, tmp_path / "b" / "accuracy")
     assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
     text = written[1].read_text()
     assert "currentColor" not in text
