@@ -46,7 +46,7 @@ def install(
     @functools.wraps(own, updated=())
     def policy_loss(*arguments: Any, **options: Any) -> nn.Module:
         if built is None:
-            return RecordedPolicyLoss(own(*arguments, **options), dump=dump, monitor=monitor)
+            return _recorded(own(*arguments, **options), None if dump is None else Dump(dump), monitor)
         named = signature.bind(*arguments, **options).arguments
         given = {name: value for name, value in named.items() if value is not None}  # None: an option that is off
         refuse_chosen("OpenRLHF", "OPENRLHF", given, "In install")
@@ -56,16 +56,12 @@ def install(
         module.PolicyLoss = policy_loss
 
 
-class RecordedPolicyLoss(nn.Module):
-    """OpenRLHF's own `PolicyLoss`, whose log-probs are written and shown to a monitor."""
+def _recorded(loss: nn.Module, dump: Dump | None, monitor: MonitorChoice) -> nn.Module:
+    """Makes OpenRLHF's own loss write its log-probs and show them to a monitor, and returns it."""
+    own = loss.forward
 
-    def __init__(self, own: nn.Module, *, dump: str | None = None, monitor: MonitorChoice = None) -> None:
-        super().__init__()
-        self.own = own
-        self._dump, self._monitor = None if dump is None else Dump(dump), monitor
-
+    @functools.wraps(own)
     def forward(
-        self,
         log_probs: Tensor,
         old_log_probs: Tensor,
         advantages: Tensor,
@@ -74,8 +70,11 @@ class RecordedPolicyLoss(nn.Module):
         **counts: Any,
     ) -> Any:
         logps = _read(log_probs.detach(), old_log_probs, action_mask, rollout_log_probs)
-        record(logps, advantages, dump=self._dump, monitor=self._monitor)
-        return self.own(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **counts)
+        record(logps, advantages, dump=dump, monitor=monitor)
+        return own(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **counts)
+
+    loss.forward = forward
+    return loss
 
 
 class ObjectivePolicyLoss(nn.Module):
