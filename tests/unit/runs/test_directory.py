@@ -14,7 +14,7 @@ import torch
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import atomic
-from trimtab.runs.directory import RunDirectory, read_metrics
+from trimtab.runs.directory import RunDirectory, locked, read_metrics
 from trimtab.trainer.checkpoint import store
 
 CONFIG = 'description = "größer"\n'
@@ -274,3 +274,10 @@ def test_twice_in_one_process_is_refused(tmp_path: Path) -> None:
                 RunDirectory.open(path)
         run.log({"step": 1})
     RunDirectory.open(tmp_path).close()
+
+
+def test_a_folder_is_locked_for_a_block_as_a_run_is(tmp_path: Path) -> None:
+    folder = tmp_path / "compared"
+    for _ in range(2):
+        with locked(folder), pytest.raises(TrimtabError, match="already open in this process"):
+            RunDirectory.create(folder, "")
