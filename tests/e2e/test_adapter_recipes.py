@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support import forked
 from tests.support.ray_support import QUIET
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 
 if __name__ == "__main__":
     if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"NCCL_DEBUG": "WARN"}})
+        ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"NCCL_DEBUG": "WARN"}})
     actor = PolicyModelActor.options(num_cpus=1, num_gpus=0).remote()
     print("actor:", *ray.get(actor.init_model_from_pretrained.remote(sys.argv[1])))
 """,
@@ -88,40 +88,41 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def run(folder: Path, *arguments: str, **variables: str) -> str:
+@pytest.fixture(scope="module")
+def python() -> Iterator[forked.Run]:
+    """Runs programs in processes that have imported torch and are no rank."""
     environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    with forked.starter("trimtab.adapters.hooks", environment=environment | QUIET) as run:
+        yield run
+
+
+def run(python: forked.Run, folder: Path, *words: str, **variables: str) -> str:
     path = os.pathsep.join([str(folder), str(ROOT / "src")])
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment | QUIET | {"PYTHONPATH": path, "HOME": str(folder), **variables},  # Ray writes a token there
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return ended.stdout
+    variables = {"PYTHONPATH": path, "HOME": str(folder)} | variables  # Ray writes a token there
+    done = python(*words, cwd=folder, timeout=120, **variables)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
-def test_areal_s_worker_trains_with_the_loss(tmp_path: Path) -> None:
+def test_areal_s_worker_trains_with_the_loss(python: forked.Run, tmp_path: Path) -> None:
     if PEERS is not None:  # Its own condition, of which the stand-in is a shorter form.
         source = (Path(PEERS) / "areal" / "areal" / "utils" / "environ.py").read_text()
         environ = source.replace("from areal.utils import logging", "import logging")
     else:
         environ = ENVIRON
     actor, trainer = blocks("AReaL")
-    write(tmp_path, AREAL | {"areal/utils/environ.py": environ, "trimtab_actor.py": actor})
-    named, loss = run(tmp_path, "-c", trainer + AREAL_TRAINER).split()
+    files = {"trimtab_actor.py": actor, "trainer.py": trainer + AREAL_TRAINER, "worker.py": AREAL_WORKER}
+    write(tmp_path, AREAL | files | {"areal/utils/environ.py": environ})
+    named, loss = run(python, tmp_path, "trainer.py").split()
     assert (named, loss) == ("trimtab_actor.Actor", "areal.trainer.ppo.actor")
-    assert run(tmp_path, "-c", AREAL_WORKER, named, WORLD_SIZE="1").strip() == "trimtab.adapters.areal"
-    assert run(tmp_path, "-c", AREAL_WORKER, named, AREAL_SPMD_MODE="1").strip() == "trimtab.adapters.areal"
+    assert run(python, tmp_path, "worker.py", named, WORLD_SIZE="1").strip() == "trimtab.adapters.areal"
+    assert run(python, tmp_path, "worker.py", named, AREAL_SPMD_MODE="1").strip() == "trimtab.adapters.areal"
     with pytest.raises(AssertionError, match="this process only starts those that train"):
-        run(tmp_path, "-c", AREAL_WORKER, named)
+        run(python, tmp_path, "worker.py", named)
 
 
-def test_openrlhf_s_actor_trains_with_the_loss(tmp_path: Path) -> None:
+def test_openrlhf_s_actor_trains_with_the_loss(python: forked.Run, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
     (script,) = blocks("OpenRLHF")
     write(tmp_path, OPENRLHF | {"train_trimtab.py": script})
-    assert "actor: trimtab.adapters.openrlhf option" in run(tmp_path, "train_trimtab.py", "option")
+    assert "actor: trimtab.adapters.openrlhf option" in run(python, tmp_path, "train_trimtab.py", "option")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tests.support.processes import gone
 
-from trimtab.trainer.sandbox import container_starter
+from trimtab.trainer.sandbox import container, container_starter
 from trimtab.trainer.sandbox.code_result import CodeResult
 from trimtab.trainer.sandbox.container import Setup, Started
 from trimtab.trainer.sandbox.container_init import HEADER
@@ -111,7 +111,8 @@ def test_a_trainer_without_a_file_left_gets_an_error_and_goes_on_later() -> None
     assert (run.stdout, run.stderr) == ("True\n2\n", "")
 
 
-def test_a_stopped_container_ends_with_its_run() -> None:
+def test_a_stopped_container_ends_with_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "GRACE", 1.0)
     with PythonPool("bubblewrap", workers=1, timeout=1.0) as pool, pool.session() as session:
         assert session.run("x = 1") == CodeResult("")
         processes = psutil.Process().children(recursive=True)
