@@ -29,9 +29,17 @@ LOSSES = ("tests/parity", "tests/contract/test_every_preset.py")
 AREAS = {
     "corrections": (["corrections"], ["tests/unit/corrections", *LOSSES]),
     "objectives": (["objectives"], ["tests/unit/objectives", *LOSSES]),
+    "adapters": (
+        ["adapters"],
+        ["tests/unit/adapters", "tests/contract/test_adapters.py", "tests/parity/test_hooks.py"],
+    ),
+    "monitor": (["monitor"], ["tests/unit/monitor"]),
+    "check_loss": (["check_loss"], ["tests/unit/check_loss"]),
+    "diagnosis": (["diagnosis/measure", "diagnosis/causes", "diagnosis/advice"], ["tests/unit/diagnosis"]),
+    "runs": (["runs"], ["tests/unit/runs"]),
+    "guard": (["trainer/guard"], ["tests/unit/trainer/guard", "tests/unit/trainer/test_step_guard.py"]),
     "training": (["trainer", "runs"], ["tests/unit/trainer", "tests/unit/runs"]),
     "rollout": (["trainer/rollout", "trainer/engines"], ["tests/unit/trainer/rollout", "tests/unit/trainer/engines"]),
-    "diagnosis": (["diagnosis/measure", "diagnosis/causes", "diagnosis/advice"], ["tests/unit/diagnosis"]),
 }
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
@@ -133,7 +141,7 @@ def is_caught(mutant: Mutant) -> bool:
     """Whether the tests of its area fail or run out of time."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("*.egg-info"))
         (source / mutant.file.relative_to(ROOT / "src")).write_text(mutant.source)
         environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not e2e and not slow"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.chat_tokenizers import bundled_tokenizer
+from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.cli.main import run
 from trimtab.diagnosis.answer import Diagnosis
@@ -26,50 +28,51 @@ PROMPTS = (
     "1 + 1 =",
 )
 COPIES, TIME = 3, 32
+Responses = list[tuple[list[int], list[int]]]
+"""Ids of prompts, each after a start token, and of responses."""
 
 
-def logps(model: Any, prompt: list[int], ids: list[int]) -> list[float]:
+def logps(model: Any, responses: Responses) -> list[list[float]]:
+    rows = [torch.tensor(prompt + ids) for prompt, ids in responses]
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        scores = model(pad_sequence(rows, batch_first=True)).logits.float().log_softmax(-1)
+    return [
+        one[len(prompt) - 1 :][range(TIME), ids].tolist() for one, (prompt, ids) in zip(scores, responses, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
     """The model in bfloat16, and with another base of its rotary positions."""
-    right, theta = load_plain(BUNDLED).bfloat16(), load_plain(BUNDLED).bfloat16()
+    right = load_plain(BUNDLED).bfloat16()
+    theta = copy.deepcopy(right)
     theta.model.rotary_emb.inv_freq.copy_(theta.model.rotary_emb.inv_freq**1.15)
     return {"right": right, "theta": theta}
 
 
 @pytest.fixture(scope="module")
-def responses(models: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """Ids of prompts, each after a start token, and of responses sampled from the model."""
+def responses(models: dict[str, Any]) -> Responses:
+    """Sampled from the model, all at once."""
     tokenizer = bundled_tokenizer()
+    prompts = [[tokenizer.bos_token_id, *tokenizer(text).input_ids] for text in PROMPTS for _ in range(COPIES)]
+    given = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     torch.manual_seed(0)
-    found = []
-    for text in PROMPTS:
-        prompt = [tokenizer.bos_token_id, *tokenizer(text).input_ids]
-        ids = torch.tensor([prompt] * COPIES)
-        lengths = {"min_new_tokens": TIME, "max_new_tokens": TIME}
-        whole = models["right"].generate(ids, attention_mask=ids * 0 + 1, do_sample=True, top_k=0, **lengths)
-        found += [(prompt, ids) for ids in whole[:, len(prompt) :].tolist()]
-    return found
+    whole = models["right"].generate(**given, do_sample=True, top_k=0, min_new_tokens=TIME, max_new_tokens=TIME)
+    return list(zip(prompts, whole[:, -TIME:].tolist(), strict=True))
 
 
 @pytest.fixture(scope="module")
-def sides(models: dict[str, Any], responses: list[tuple[list[int], list[int]]]) -> dict[str, list[list[float]]]:
+def sides(models: dict[str, Any], responses: Responses) -> dict[str, list[list[float]]]:
     """Log-probs of the responses without and with a fault."""
-    right, theta = models["right"], models["theta"]
     return {
-        "none": [logps(right, prompt, ids) for prompt, ids in responses],
-        "doubled start": [logps(right, prompt[:1] + prompt, ids) for prompt, ids in responses],
-        "theta": [logps(theta, prompt, ids) for prompt, ids in responses],
+        "none": logps(models["right"], responses),
+        "doubled start": logps(models["right"], [(prompt[:1] + prompt, ids) for prompt, ids in responses]),
+        "theta": logps(models["theta"], responses),
     }
 
 
 @pytest.fixture(scope="module")
-def rescored(tmp_path_factory: pytest.TempPathFactory, responses: list[Any], sides: dict[str, Any]) -> Diagnosis:
+def rescored(tmp_path_factory: pytest.TempPathFactory, responses: Responses, sides: dict[str, Any]) -> Diagnosis:
     """The diagnosis of a rescored dump whose sampler had a doubled start token."""
     folder = tmp_path_factory.mktemp("rescore")
     dump, out = folder / "dump.jsonl", folder / "rescored.parquet"
