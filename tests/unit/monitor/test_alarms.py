@@ -191,7 +191,7 @@ def test_the_best_reward_is_remembered_where_it_falls_slowly() -> None:
 
 def test_responses_that_grow() -> None:
     assert names(history(response__length=[100.0] * 45 + [201.0] * 5)) == ["length"]
-    assert names(history(response__length=[100.0] * 45 + [199.0] * 5)) == []
+    assert names(history(response__length=[100.0] * 45 + [200.0] * 5)) == []
     assert names(history(response__truncated=[0.02] * 45 + [0.25] * 5)) == ["truncation"]
     assert names(history(response__truncated=[0.22] * 50)) == []
 

@@ -90,6 +90,7 @@ def test_steps_are_found_merged_and_numbered(tmp_path: Path) -> None:
     (row,) = read_scalars(write(tmp_path / "c.jsonl", nested))
     assert row == {"step": 7, "data/rollout_corr/k3_kl": 2e-3}
     assert judge([row]).framework == "verl"
+    assert judge([{"step": 1, "age": 0.0, "actor/grad_norm": 1.0}]).framework == "verl", "of most characters"
     assert [row["step"] for row in read_scalars(write(tmp_path / "b.jsonl", [{"a": 1}, {"a": 2}]))] == [0, 1]
 
 
