@@ -111,7 +111,17 @@ def test_a_trainer_without_a_file_left_gets_an_error_and_goes_on_later() -> None
     assert (run.stdout, run.stderr) == ("True\n2\n", "")
 
 
-def test_a_stopped_container_ends_with_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+QUICK_STARTER = """
+from trimtab.trainer.sandbox import container_starter
+container_starter.END_TIMEOUT = 0.5
+container_starter.main()
+"""
+
+
+def test_a_stopped_container_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quick_starter.py").write_text(QUICK_STARTER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("trimtab.trainer.sandbox.bubblewrap.STARTER", "quick_starter")
     monkeypatch.setattr(container, "GRACE", 1.0)
     with PythonPool("bubblewrap", workers=1, timeout=1.0) as pool, pool.session() as session:
         assert session.run("x = 1") == CodeResult("")
