@@ -295,7 +295,7 @@ def measure_mixture() -> None:
     real = drawn.batch.response_mask
     with torch.no_grad():
         free = score(loaded.model, drawn.batch).logp[real].double().numpy()
-        replayed = score(loaded.model, drawn.batch, routes=drawn.routes).logp[real].double().numpy()
+        replayed = score(loaded.model, drawn.batch, routes=drawn.record).logp[real].double().numpy()
     ids = drawn.batch.response_ids[real].numpy().astype(np.int32)
     tokens = {"ids": ids, "behavior": drawn.logp.numpy(), "trainer": free, "replayed": replayed}
     starts = np.append(0, np.cumsum(real.sum(-1).numpy()))
