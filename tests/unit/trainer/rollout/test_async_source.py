@@ -99,7 +99,7 @@ def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int
         one.steps(2)
     finally:
         one.feed.close()
-    first = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).take(8)]
+    first = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).at(0, 8)]
     return {name: seen[name] for name in first}
 
 
