@@ -126,7 +126,7 @@ def measure_tools() -> None:
     prompts = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.test]
     runner = environment.runner(loaded.tokenizer, MAX_TOKENS, partial(tasks.encode, task))
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=task.stop, top_logprobs=1)
-    groups = runner.generate(engine, prompts, 5, sampling, seed=0, reset_seeds=range(len(prompts)))
+    groups = runner.generate(engine.generate, prompts, 5, sampling, seed=0, reset_seeds=range(len(prompts)))
     environment.close()
     responses = responses_of(prompts, groups)
     save("smollm2-bfloat16.turns", stream(responses, plain_model(loaded.model), sampling, turns=True))

@@ -24,9 +24,8 @@ from trimtab.trainer.rollout import async_source, engine_thread
 from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.episode_responses import EpisodeResponses
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Responses, RolloutStats
+from trimtab.trainer.rollout.responses import EpisodeResponses, Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
