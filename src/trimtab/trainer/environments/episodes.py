@@ -16,8 +16,7 @@ from trimtab.errors import TrimtabError, error_text
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
 from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
-from trimtab.trainer.environments.formats import Call, Format, ToolError
-from trimtab.trainer.environments.result_encoder import ResultEncoder, escape_surrogates
+from trimtab.trainer.environments.formats import Call, Format, ResultEncoder, ToolError, escape_surrogates
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, EpisodeOutcome, FinishReason, Problem, Prompt, SamplingParams, TurnResult
 
