@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trimtab.trainer.config import load_config
-from trimtab.trainer.guard import Guard
-from trimtab.trainer.guard.history import CONTINUES_FROM
+from trimtab.trainer.guard import CONTINUES_FROM, Guard
 
 
 def test_steps_without_a_signal_are_counted_over_a_return() -> None:
