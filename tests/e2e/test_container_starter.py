@@ -16,8 +16,8 @@ import pytest
 from tests.support.processes import gone
 
 from trimtab.trainer.sandbox import container_starter
-from trimtab.trainer.sandbox.code_result import CodeResult
 from trimtab.trainer.sandbox.bubblewrap import Setup, Started
+from trimtab.trainer.sandbox.code_result import CodeResult
 from trimtab.trainer.sandbox.container_init import HEADER
 from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 

@@ -1,4 +1,4 @@
-"""Environments of multi-turn episodes: `build(section) -> BuiltEnvironment`, of a kind by name or a class of the user's.
+"""Environments of multi-turn episodes: `build(section) -> BuiltEnvironment`, of a kind by name or a class of a user.
 
 `environment` has the protocol of a class and calls its tools; `formats`, how calls and results are written; `episodes`
 runs those of a request, each an `episode` with calls in the `background`.

@@ -1,4 +1,4 @@
-"""Results: those of one model on one task (accuracy, pass@k and counts, with intervals over problems), and of several."""
+"""Results: those of one model on one task (accuracy, pass@k, counts, with intervals over problems), and of several."""
 
 from __future__ import annotations
 

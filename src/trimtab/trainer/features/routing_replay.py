@@ -107,7 +107,7 @@ def checked_routes(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
 
 
 def pack_routes(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], routers: RouterInfo) -> torch.Tensor:
-    """Returns the routed experts of a micro-batch (tokens, layers, chosen): those of all prompts, then of all responses.
+    """Returns the routed experts of a micro-batch (tokens, layers, chosen): of all prompts, then of all responses.
 
     `prompt_of` has the index of the prompt of each response. Samples share one pass over their prompt; the experts of
     the first sample are replayed there. The last token of a response is not run and has none.

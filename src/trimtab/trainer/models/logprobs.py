@@ -163,8 +163,8 @@ def score(
 
     Entropies are in nats. Grad mode and autocast are those of the caller. With `kept` (vocabulary ids, padded with -1)
     the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `head`: further ids to
-    score at each token, padded with -1. `squares`: also the sum of p^2. `routes`: experts to replay, in the order of the
-    packed row. `record`: returns those that the routers chose themselves, or under `routes` would have chosen.
+    score at each token, padded with -1. `squares`: also the sum of p^2. `routes`: experts to replay, in the order of
+    the packed row. `record`: returns those that the routers chose themselves, or under `routes` would have chosen.
 
     Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
     a response token outside its own sampling mask (on an accelerator its log-prob is NaN), or routes of another model.

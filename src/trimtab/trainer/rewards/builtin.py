@@ -1,4 +1,4 @@
-"""Rewards that need nothing but the text, `exact`, `numeric`, `format`, `overlong`; and `by-task`, which adds up others."""
+"""Rewards that need nothing but the text: `exact`, `numeric`, `format`, `overlong`; `by-task`, which adds up others."""
 
 from __future__ import annotations
 
