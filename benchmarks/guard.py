@@ -40,7 +40,7 @@ from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import METRICS
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.factory import build_engines
-from trimtab.trainer.guard.history import KeptSteps
+from trimtab.trainer.guard import KeptSteps
 from trimtab.trainer.lab.experiment import PlannedRun, plan_experiment
 from trimtab.trainer.lab.regimes import regime
 from trimtab.trainer.models.load import LoadedModel

@@ -140,7 +140,7 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
             turns.feeds[name] = SyncSource(collector, Buffer(own.trainer), trainer.source.engine)  # pyright: ignore[reportAttributeAccessIssue]
         trainer.train()
         parts.scorer.close()
-    asked = PromptStream(parts.task, loaded.tokenizer, config.seed).take(64)
+    asked = PromptStream(parts.task, loaded.tokenizer, config.seed).at(0, 64)
     return turns, float(np.mean([len(prompt.ids) for prompt in asked]))
 
 

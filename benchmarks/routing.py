@@ -41,7 +41,7 @@ from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.models.routing import UNROUTED, Routes, router_info, routing_agreement
+from trimtab.trainer.models.routing import router_info, routing_agreement
 from trimtab.trainer.sft import supervised_warm_start
 from trimtab.types import Completion, SamplingParams
 
@@ -65,7 +65,7 @@ class Drawn:
 
     batch: TokenBatch
     logp: Tensor
-    record: Routes | None
+    record: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -135,24 +135,16 @@ def draw(loaded: LoadedModel, dtype: str, rounding: WeightQuantization, prompts:
         pad_id=laboratory.ALPHABET.index(laboratory.PADDING),
     )
     logp = torch.from_numpy(np.concatenate([answer.logp_behavior for _, answer in answers])).double()
-    return Drawn(batch, logp, padded(batch, groups) if mixture else None)
+    return Drawn(batch, logp, record_of(batch, groups) if mixture else None)
 
 
-def padded(batch: TokenBatch, groups: Sequence[Sequence[Completion]]) -> Routes:
-    """The engine's record in the shape of the micro-batch; of a prompt its first sample's."""
-    assert groups[0][0].routed_experts is not None
-    sizes = groups[0][0].routed_experts.shape[1:]
-    prompts = torch.full((*batch.prompt_mask.shape, *sizes), UNROUTED, dtype=torch.int16)
-    responses = torch.full((*batch.response_mask.shape, *sizes), UNROUTED, dtype=torch.int16)
-    row = 0
-    for prompt, group in enumerate(groups):
-        count = int(batch.prompt_mask[prompt].sum())
-        for answer in group:
-            result = torch.from_numpy(np.array(answer.routed_experts))
-            prompts[prompt, -count:] = torch.from_numpy(np.array(group[0].routed_experts))[:count]
-            responses[row, : len(result) - count] = result[count:]
-            row += 1
-    return Routes(prompts, responses)
+def record_of(batch: TokenBatch, groups: Sequence[Sequence[Completion]]) -> Tensor:
+    """The engine's record in the order of the forward; of a prompt its first sample's."""
+    lengths = batch.prompt_mask.sum(-1).tolist()
+    records = [[torch.from_numpy(np.array(answer.routed_experts)) for answer in group] for group in groups]
+    prompts = [group[0][:length] for group, length in zip(records, lengths, strict=True)]
+    responses = [one[length:] for group, length in zip(records, lengths, strict=True) for one in group]
+    return torch.cat([*prompts, *responses])
 
 
 @torch.no_grad()
@@ -167,14 +159,9 @@ def measure(loaded: LoadedModel, drawn: Drawn, autocast: bool = False) -> Measur
     return Measured(here, replayed, same / pairs, elsewhere(free.routes, drawn.record))
 
 
-def elsewhere(one: Routes, other: Routes) -> float:
+def elsewhere(one: Tensor, other: Tensor) -> float:
     """Share of tokens that went to another set of experts in at least one layer."""
-    different, known = 0, 0
-    for a, b in zip(one, other, strict=True):
-        run = (a != UNROUTED).all(-1).all(-1)
-        different += int(((a.sort(-1).values != b.sort(-1).values).any(-1).any(-1) & run).sum())
-        known += int(run.sum())
-    return different / known
+    return float((one.sort(-1).values != other.sort(-1).values).any(-1).any(-1).float().mean())
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def sampled(loaded: LoadedModel, rounds: int) -> list[Trajectory]:
     """Batches of the engine that records, against those of one that does not."""
     task = tasks.build("sort")
     sampling = SamplingParams(max_tokens=task.max_tokens, stop=task.stop)
-    asked = PromptStream(task, loaded.tokenizer, 0).take(PROMPTS)
+    asked = PromptStream(task, loaded.tokenizer, 0).at(0, PROMPTS)
     engines = [EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32, routes=on) for on in (False, True)]
     result: list[list[list[Completion]]] = []
     jobs = [

@@ -92,7 +92,7 @@ def agreement(model: str, numerics: str, count: int, samples: int) -> None:
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=task.stop)
     one_turn = engine.generate(asked, samples, replace(sampling, stop=("\n",)), seed=0)
     runner = environment.runner(loaded.tokenizer, MAX_TOKENS, partial(tasks.encode, task))
-    episodes = runner.generate(engine, asked, samples, sampling, seed=0, reset_seeds=range(len(asked)))
+    episodes = runner.generate(engine.generate, asked, samples, sampling, seed=0, reset_seeds=range(len(asked)))
     environment.close()
     reference = line(numerics, "one turn", log_ratios(loaded, asked, one_turn), one_turn, lambda one: one.sampled, None)
     ratios = log_ratios(loaded, asked, episodes)
@@ -171,7 +171,7 @@ def cost(model: str, count: int, samples: int, rounds: int) -> None:
         return engine.generate(asked, samples, sampling, seed=seed)
 
     def episodes(seed: int) -> Groups:
-        return runner.generate(engine, asked, samples, sampling, seed=seed, reset_seeds=range(len(asked)))
+        return runner.generate(engine.generate, asked, samples, sampling, seed=seed, reset_seeds=range(len(asked)))
 
     pairs = []
     for seed in range(rounds + 1):  # the first is a warm-up

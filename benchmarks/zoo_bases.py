@@ -126,7 +126,7 @@ def measure_tools() -> None:
     prompts = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.test]
     runner = environment.runner(loaded.tokenizer, MAX_TOKENS, partial(tasks.encode, task))
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=task.stop, top_logprobs=1)
-    groups = runner.generate(engine, prompts, 5, sampling, seed=0, reset_seeds=range(len(prompts)))
+    groups = runner.generate(engine.generate, prompts, 5, sampling, seed=0, reset_seeds=range(len(prompts)))
     environment.close()
     responses = responses_of(prompts, groups)
     save("smollm2-bfloat16.turns", stream(responses, plain_model(loaded.model), sampling, turns=True))
@@ -295,7 +295,7 @@ def measure_mixture() -> None:
     real = drawn.batch.response_mask
     with torch.no_grad():
         free = score(loaded.model, drawn.batch).logp[real].double().numpy()
-        replayed = score(loaded.model, drawn.batch, routes=drawn.routes).logp[real].double().numpy()
+        replayed = score(loaded.model, drawn.batch, routes=drawn.record).logp[real].double().numpy()
     ids = drawn.batch.response_ids[real].numpy().astype(np.int32)
     tokens = {"ids": ids, "behavior": drawn.logp.numpy(), "trainer": free, "replayed": replayed}
     starts = np.append(0, np.cumsum(real.sum(-1).numpy()))

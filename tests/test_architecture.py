@@ -36,8 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "runs": set(),
     "trainer": {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "engines", "environments", "evaluation", "features")),
-        *(f"trainer.{part}" for part in ("guard", "models", "rewards", "rollout", "seeds", "tasks")),
-        *("corrections", "objectives", "runs", "intervals"),
+        *(f"trainer.{part}" for part in ("models", "rewards", "rollout", "seeds", "tasks")),
+        *("corrections", "monitor", "objectives", "runs", "intervals"),
     },
     "trainer.checkpoint": {"trainer", "trainer.config", "trainer.models", "trainer.rollout", "runs"},
     "trainer.cluster": {"trainer", "trainer.config", "trainer.engines", "trainer.models", "runs"},
@@ -52,7 +52,6 @@ ALLOWED: dict[str, set[str]] = {
         *(f"trainer.{part}" for part in ("checkpoint", "config", "models", "rollout", "seeds")),
         *("trainer", "objectives", "corrections"),
     },
-    "trainer.guard": {"trainer", "trainer.checkpoint", "trainer.config", "monitor", "runs"},
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},
     "trainer.models": set(),
     "trainer.rewards": {"trainer.registry", "trainer.sandbox"},

@@ -37,7 +37,7 @@ AREAS = {
     "check_loss": (["check_loss"], ["tests/unit/check_loss"]),
     "diagnosis": (["diagnosis/measure", "diagnosis/causes", "diagnosis/advice"], ["tests/unit/diagnosis"]),
     "runs": (["runs"], ["tests/unit/runs"]),
-    "guard": (["trainer/guard"], ["tests/unit/trainer/guard", "tests/unit/trainer/test_step_guard.py"]),
+    "guard": (["trainer/guard.py"], ["tests/unit/trainer/test_guard.py", "tests/unit/trainer/test_step_guard.py"]),
     "training": (["trainer", "runs"], ["tests/unit/trainer", "tests/unit/runs"]),
     "rollout": (["trainer/rollout", "trainer/engines"], ["tests/unit/trainer/rollout", "tests/unit/trainer/engines"]),
 }

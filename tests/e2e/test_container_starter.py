@@ -15,9 +15,9 @@ import psutil
 import pytest
 from tests.support.processes import gone
 
-from trimtab.trainer.sandbox import container, container_starter
+from trimtab.trainer.sandbox import bubblewrap, container_starter
+from trimtab.trainer.sandbox.bubblewrap import Setup, Started
 from trimtab.trainer.sandbox.code_result import CodeResult
-from trimtab.trainer.sandbox.container import Setup, Started
 from trimtab.trainer.sandbox.container_init import HEADER
 from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 
@@ -122,7 +122,7 @@ def test_a_stopped_container_ends_with_its_run(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "quick_starter.py").write_text(QUICK_STARTER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("trimtab.trainer.sandbox.bubblewrap.STARTER", "quick_starter")
-    monkeypatch.setattr(container, "GRACE", 1.0)
+    monkeypatch.setattr(bubblewrap, "GRACE", 1.0)
     with PythonPool("bubblewrap", workers=1, timeout=1.0) as pool, pool.session() as session:
         assert session.run("x = 1") == CodeResult("")
         processes = psutil.Process().children(recursive=True)

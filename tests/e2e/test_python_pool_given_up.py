@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from trimtab.trainer.processes import WorkerProcess
+from trimtab.trainer.sandbox.bubblewrap import Container
 from trimtab.trainer.sandbox.code_result import CodeResult
-from trimtab.trainer.sandbox.container import Container
 from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName
 
 pytestmark = pytest.mark.e2e

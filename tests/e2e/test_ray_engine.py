@@ -74,7 +74,7 @@ def engines(config: Config, seats: ActorSlots, model: tuple[Any, Path]) -> Itera
 
 @pytest.fixture(scope="module")
 def prompts(config: Config, model: tuple[Any, Path]) -> list[Prompt]:
-    return PromptStream(tasks.build(config.task.name), model[0].tokenizer, seed=0).take(4)
+    return PromptStream(tasks.build(config.task.name), model[0].tokenizer, seed=0).at(0, 4)
 
 
 def test_resources_that_are_not_there_are_named(seats: ActorSlots, config: Config) -> None:  # noqa: ARG001  # connected

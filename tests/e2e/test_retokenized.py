@@ -176,7 +176,7 @@ def test_ids_that_are_appended_are_clean(
     episode_prompts, sampling = prompts_of(task, loaded.tokenizer)
     runner = environment.runner(loaded.tokenizer, MAX_TOKENS, partial(tasks.encode, task))
     groups = runner.generate(
-        engine, episode_prompts, SAMPLES, sampling, seed=0, reset_seeds=range(len(episode_prompts))
+        engine.generate, episode_prompts, SAMPLES, sampling, seed=0, reset_seeds=range(len(episode_prompts))
     )
     episodes = [(prompt, one) for prompt, group in zip(episode_prompts, groups, strict=True) for one in group]
     assert sum(int(one.turn[-1]) for _, one in episodes) > len(episodes)

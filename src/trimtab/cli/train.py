@@ -66,7 +66,7 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
     from trimtab.report.comparison import compare, held_out, write_page
     from trimtab.runs.reader import read_steps
     from trimtab.trainer.display import RunsDisplay, closing_lines, open_display
-    from trimtab.trainer.lab.recipe_comparison import run_recipe_comparison
+    from trimtab.trainer.lab.runner import run_recipe_comparison
     from trimtab.trainer.ranks import launched_by_torchrun
 
     if launched_by_torchrun():

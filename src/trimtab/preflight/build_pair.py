@@ -113,7 +113,8 @@ def build_pair(
 def _prompts(config: Config, tokenizer: Any, file: Path | None) -> Sequence[Prompt]:
     """Returns `PROMPTS` prompts: those of the recipe's task, or the lines of a file, repeated as often as needed."""
     if file is None:
-        return PromptStream(tasks.build(config.task.name, **config.task.keywords), tokenizer, config.seed).take(PROMPTS)
+        stream = PromptStream(tasks.build(config.task.name, **config.task.keywords), tokenizer, config.seed)
+        return stream.at(0, PROMPTS)
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

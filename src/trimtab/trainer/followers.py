@@ -38,36 +38,49 @@ def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirector
 
 
 def shared_source(collector: Collector, make: Callable[[], RolloutSource]) -> RolloutSource:
-    """Returns the leader's rollout source, built by `make`, and on other ranks a source that receives its batches."""
+    """Returns the leader's rollout source, built by `make`; all of several ranks receive its batches."""
     ranks = current_ranks()
-    if not ranks.is_leader:
-        return FollowerSource(collector, ranks)
-    return make() if ranks.size == 1 else LeaderSource(make(), ranks)
+    source = make() if ranks.is_leader else None
+    return SharedSource(collector, source, ranks) if source is None or ranks.size > 1 else source
 
 
-class LeaderSource:
-    """The leader's `RolloutSource`: sends batches and results to the other ranks."""
+class SharedSource:
+    """The `RolloutSource` of each of several ranks: batches and results are those of the leader's `source`.
 
-    def __init__(self, source: RolloutSource, ranks: RankGroup) -> None:
+    The other ranks have None. They iterate over published weights too, because gathering a sharded tensor needs every
+    rank.
+    """
+
+    def __init__(self, collector: Collector, source: RolloutSource | None, ranks: RankGroup) -> None:
+        self.collector = collector
+        self.published = -1
         self._source, self._ranks = source, ranks
-        self.collector = source.collector
-
-    @property
-    def published(self) -> int:
-        return self._source.published
 
     def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
-        groups, stats = self._source.take(version, batches_left)
-        self._ranks.broadcast(trajectories.to_bytes([trajectory for group in groups for trajectory in group]))
-        return groups, stats
+        if self._source is not None:
+            groups, stats = self._source.take(version, batches_left)
+            self._ranks.broadcast(trajectories.to_bytes([trajectory for group in groups for trajectory in group]))
+            return groups, stats
+        received: dict[int, Group] = {}
+        for trajectory in trajectories.from_bytes(self._ranks.broadcast(b"")):
+            received.setdefault(trajectory.group, []).append(trajectory)
+        return list(received.values()), RolloutStats()
 
     def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
-        self._source.publish(weights, version, expected)
+        if self._source is not None:
+            self._source.publish(weights, version, expected)
+        else:
+            _gather(weights)
+        self.published = version
 
     def evaluate_with(
         self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
     ) -> Result:
         """The result of `function` must be JSON: it is sent to the other ranks."""
+        if self._source is None:
+            if self._ranks.broadcast_bool(False):
+                _gather(weights)
+            return json.loads(self._ranks.broadcast(b""))
         needed = False
 
         def announced_weights() -> Iterator[tuple[str, Tensor]]:
@@ -83,69 +96,27 @@ class LeaderSource:
         return result
 
     def state(self, updates: int) -> SourceState:
-        return self._source.state(updates)
-
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        self._source.restore(tensors, meta, files)
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        self._source.rewind(meta, files, halvings)
-
-    def halve_lag(self, halvings: int) -> None:
-        self._source.halve_lag(halvings)
-
-    def close(self) -> None:
-        self._source.close()
-
-
-class FollowerSource:
-    """The `RolloutSource` of every other rank: receives the leader's batches and has no engine.
-
-    It iterates over published weights too, because gathering a sharded tensor needs every rank.
-    """
-
-    def __init__(self, collector: Collector, ranks: RankGroup) -> None:
-        self.collector = collector
-        self.published = -1
-        self._ranks = ranks
-
-    def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
-        groups: dict[int, Group] = {}
-        for trajectory in trajectories.from_bytes(self._ranks.broadcast(b"")):
-            groups.setdefault(trajectory.group, []).append(trajectory)
-        return list(groups.values()), RolloutStats()
-
-    def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
-        _gather(weights)
-        self.published = version
-
-    def evaluate_with(
-        self,
-        weights: Weights,
-        version: int,
-        function: Callable[[Engine], Result],
-        *,
-        weights_altered: bool,
-    ) -> Result:
-        if self._ranks.broadcast_bool(False):
-            _gather(weights)
-        return json.loads(self._ranks.broadcast(b""))
-
-    def state(self, updates: int) -> SourceState:
-        """Returns the sections that the leader's state has, without content."""
+        """Other ranks return the sections that the leader's state has, without content."""
+        if self._source is not None:
+            return self._source.state(updates)
         return {"engine": {}} if self.published != updates else {}, {}, {}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
+        if self._source is not None:
+            self._source.restore(tensors, meta, files)
         self.published = meta["published"]
 
     def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        pass
+        if self._source is not None:
+            self._source.rewind(meta, files, halvings)
 
     def halve_lag(self, halvings: int) -> None:
-        pass
+        if self._source is not None:
+            self._source.halve_lag(halvings)
 
     def close(self) -> None:
-        pass
+        if self._source is not None:
+            self._source.close()
 
 
 class FollowerRunDirectory(RunDirectory):

@@ -43,10 +43,9 @@ from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary
 from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
-from trimtab.trainer.rollout.episode_responses import EpisodeResponses
 from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
-from trimtab.trainer.rollout.responses import Responses
+from trimtab.trainer.rollout.responses import EpisodeResponses, Responses
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.sinks import open_sinks
 from trimtab.trainer.stop import Stop

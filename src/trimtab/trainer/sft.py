@@ -86,7 +86,7 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
     metrics: dict[str, Any] = {}
     for step in range(sft.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(optim, step, sft.steps)
-        rows = _gold_rows(loaded.tokenizer, stream, sft.batch)
+        rows = _gold_rows(loaded.tokenizer, stream, step * sft.batch, sft.batch)
         if step == 0:
             prompt, response = (max(map(len, ids)) for ids in ([row.prompt.ids for row in rows], rows))
             budget = micro_batch_tokens(config, model, device, prompt=prompt, response=response)
@@ -120,9 +120,9 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
     return metrics
 
 
-def _gold_rows(tokenizer: Any, stream: PromptStream, count: int) -> list[Trajectory]:
+def _gold_rows(tokenizer: Any, stream: PromptStream, position: int, count: int) -> list[Trajectory]:
     rows, sampling = [], SamplingParams(stop=stream.task.stop)
-    for group, prompt in enumerate(stream.take(count)):
+    for group, prompt in enumerate(stream.at(position, count)):
         completion = encode_demonstration(stream.task.gold(prompt.problem), tokenizer, sampling)
         mask = np.ones(len(completion.response_ids), dtype=np.bool_)
         rows.append(Trajectory(prompt, group, completion, sampling, mask, reward=1.0, rewards={}, off_policy=True))

@@ -53,7 +53,7 @@ def recipe(**trainer: object) -> Config:
 def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     """Sampled responses are always "99." (two digits: wrong), traces are gold answers."""
     responses = DemonstratedResponses.load(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING, 64)
-    script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).take(64)}
+    script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).at(0, 64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
     collector = Collector(config, responses, scorer)

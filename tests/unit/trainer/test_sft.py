@@ -29,7 +29,7 @@ def test_it_ends_at_the_first_batch_that_is_probable_enough_and_saves_the_model_
     assert all(torch.equal(saved[key], value) for key, value in untrained.state_dict().items())
 
     task = tasks.build("sort", digits=2, holdout=10)
-    prompts = PromptStream(task, tokenizer, seed=4).take(8)
+    prompts = PromptStream(task, tokenizer, seed=4).at(0, 8)
     answers = [torch.tensor(tokenizer(prompt.problem.answer).input_ids).numpy() for prompt in prompts]
     batch = TokenBatch.pack([prompt.ids for prompt in prompts], answers, range(8), pad_id=12)
     expected = score(untrained, batch).logp.detach().sum(-1).exp().mean()

@@ -1,30 +1,49 @@
-"""Loads recipes: reads TOML, applies `base` and overrides, and validates."""
+"""Loads recipes: reads TOML, makes paths absolute, applies `base` and overrides, and validates.
+
+Paths in a file are relative to its folder, all others to the current one.
+"""
 
 from __future__ import annotations
 
 import importlib.resources
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from trimtab.errors import TrimtabError, did_you_mean, neighbors
+from trimtab.errors import TrimtabError, did_you_mean, explain, first_problem, neighbors
 from trimtab.files import parse_toml, regular_file
 from trimtab.runs.layout import CONFIG
 from trimtab.text import without_credentials
 from trimtab.trainer.config.consistency import contradictions, refuse
 from trimtab.trainer.config.overrides import parse_override
-from trimtab.trainer.config.recipe_errors import explain_first, not_a_section
-from trimtab.trainer.config.recipe_paths import resolve_path, resolve_paths
 from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
+from trimtab.trainer.config.section import PluginSection
 from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 
 _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,
     "task": TaskConfig.model_fields["name"].default,
 }
+# Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
+# like `--out`.
+PATH_KEYS = {
+    "task.path": (),
+    "task.test_path": (),
+    "demonstrations.path": ("gold",),
+    "engine.server.folder": (),
+}
+LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
+# Keys that hold a name (of a shipped model, or on the hub) or a folder.
+NAMES_OR_FOLDERS = {
+    "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),
+    "model.reference": ("smollm2-135m-instruct", *LABORATORY_MODELS),
+    "task.dataset": (),
+}
+TASK_LISTS = ("eval.task", "task.part")
+"""Lists of tasks, which have the paths of `[task]`."""
 
 
 def recipe_names() -> list[str]:
@@ -228,3 +247,89 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise TrimtabError(f"--set {override!r}: {not_a_section('.'.join(parents[:depth]), section)}")
     section[leaf] = resolve_path(key, value, Path())
+
+
+def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
+    """Returns a recipe's `data`, or its part below the key `prefix`, with paths resolved against `folder`.
+
+    A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
+    other value, such as `Qwen/Qwen2.5-0.5B`, is a name and unchanged. A data set of a single word is always a name,
+    because tasks other than `hf` have data sets that are not files.
+    """
+    resolved = dict(data)
+    for name, value in data.items():
+        key = prefix + name
+        if isinstance(value, Mapping):
+            resolved[name] = resolve_paths(value, folder, f"{key}.")
+        elif isinstance(value, str) and _is_path(key, value, folder):
+            resolved[name] = str(_absolute(value, folder))
+        elif isinstance(value, list) and key in TASK_LISTS:
+            tasks = (resolve_paths({"task": task}, folder)["task"] for task in value)
+            resolved[name] = list(tasks)
+    return resolved
+
+
+def resolve_path(key: str, value: Any, folder: Path) -> Any:
+    """Returns the value of one dotted key with an absolute path, as `resolve_paths` does."""
+    section, dot, name = key.rpartition(".")
+    return resolve_paths({name: value}, folder, section + dot)[name]
+
+
+def _is_path(key: str, value: str, folder: Path) -> bool:
+    if key in PATH_KEYS:
+        return value not in PATH_KEYS[key]
+    if key not in NAMES_OR_FOLDERS or value in NAMES_OR_FOLDERS[key]:
+        return False
+    is_one_word = key == "task.dataset" and "/" not in value
+    is_written_as_path = value.startswith(("/", ".", "~")) or value.count("/") > 1
+    return is_written_as_path or (not is_one_word and _absolute(value, folder).is_dir())
+
+
+def _absolute(value: str, folder: Path) -> Path:
+    try:
+        expanded = Path(value).expanduser()
+    except RuntimeError:
+        raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
+    # One spelling of `folder`, so that a resumed run reads the same; symbolic links in `value` are kept.
+    return Path(os.path.normpath(folder.resolve() / expanded))
+
+
+def explain_first(error: ValidationError) -> str:
+    """Returns the first problem that pydantic reports, and the number of the others, in one line."""
+    first = first_problem(error)
+    key = ".".join(str(part) for part in first["loc"])
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "model_type" or key == "reward":
+        return f"{not_a_section(key, first['input'])}{more}"
+    return explain(error, (_section(first["loc"][:-1]) or Config).model_fields, "key") + more
+
+
+def not_a_section(key: str, value: Any) -> str:
+    """Returns the message for a `value` at a key where a section belongs."""
+    first, *_ = key.split(".")
+    if first == "reward":
+        name = value.get("name") if isinstance(value, Mapping) else value
+        word = name if isinstance(name, str) else "exact"
+        return (
+            f'reward is a list, because rewards add up: write [[reward]] and below it name = "{word}", or '
+            f"--set 'reward=[{{name = \"{word}\"}}]'"
+        )
+    section = _section(key.split("."))
+    if section is None:
+        return f"{key!r} is not a section"
+    if issubclass(section, PluginSection) and isinstance(value, str):
+        return f'{key} is a section: write {key}.name = "{value}"'
+    return f"{key} is a section, not {value!r}: set its keys ({', '.join(section.model_fields)})"
+
+
+def _section(path: Iterable[int | str]) -> type[BaseModel] | None:
+    """Returns the pydantic model of a section, None if there is no such section."""
+    model: type[BaseModel] = Config
+    for word in path:
+        field = model.model_fields.get(str(word))
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not models:
+            return None
+        model = models[0]
+    return model

@@ -1,5 +1,152 @@
-"""Environments of multi-turn episodes: tools, the text format of calls and results, the episodes of a request."""
+"""Environments of multi-turn episodes: `build(section) -> BuiltEnvironment`, of a kind by name or a class of a user.
 
-from trimtab.trainer.environments.built import BuiltEnvironment, build
+`environment` has the protocol of a class and calls its tools; `formats`, how calls and results are written; `episodes`
+runs those of a request, each an `episode` with calls in the `background`.
+"""
 
-__all__ = ["BuiltEnvironment", "build"]
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.plugins import load_function
+from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments.environment import check_class, describe_tool, required_parameters, tool_names
+from trimtab.trainer.environments.episodes import EpisodeRunner
+from trimtab.trainer.environments.formats import END, SHAPE, Chat, Fence, Format, Tag, build_format
+from trimtab.trainer.environments.swap_environment import SwapEnvironment
+from trimtab.trainer.registry import Registry
+from trimtab.types import Problem, Prompt, Task
+
+OWN = "write your own as module:Class"
+KINDS = Registry(
+    "environment",
+    {"openenv": "environments.openenv:Options", "python": "environments.python_environment:Options"},
+    OWN,
+)
+
+
+@dataclass(frozen=True)
+class BuiltEnvironment:
+    """An environment ready for use.
+
+    Attributes:
+        section: how its episodes run.
+        label: its name in messages.
+        kind: its class.
+        factory: makes one for an episode.
+        close: ends what all of them share.
+        concurrent_calls: how many calls run at a time; more wait. None: all.
+    """
+
+    section: EnvironmentConfig
+    label: str
+    kind: Any
+    factory: Callable[[], Any]
+    close: Callable[[], None] = lambda: None
+    concurrent_calls: int | None = None
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The names of the tools."""
+        return tuple(tool_names(self.kind))
+
+    def adapt(self, task: Task) -> Task:
+        """Returns `task` with the stops of the format, and instructions or the tools in its prompts."""
+        name, instructions = self.section.format, self.section.instructions
+        if name == "chat":
+            shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), instructions, "")
+        else:
+            form = self._text_format()
+            # The code of a block begins in a new line.
+            shape = "".join(getattr(form, "begin", ())) + ("\n" if isinstance(form, Fence) else "")
+            description = ""
+            if isinstance(form, Tag | Fence) and not instructions:
+                description = form.describe(self.schemas())
+            adapted = task.with_tools(tuple(form.stop), (), instructions, description)
+        inside = [stop for stop in task.stop if stop in shape]
+        if inside:
+            raise TrimtabError(
+                f"a turn of task {task.name!r} ends at {inside[0]!r}, before a call in environment.format = {name!r} "
+                "is complete: take another task.stop or format"
+            )
+        return adapted
+
+    def refuse_unused_rewards(self, given: str | None) -> None:
+        """Raises `TrimtabError` if rewards were `given`, in these words, for episodes that the class scores itself.
+
+        The rewards that a task has by default are not given.
+        """
+        if given is None or not hasattr(self.kind, "get_reward"):
+            return
+        other = "take get_reward() out of the class"
+        if self.label == "openenv":
+            other = "set environment.reward = false, and the rewards score the last turn"
+        raise TrimtabError(
+            f"environment {self.label!r} has get_reward(), which scores its episodes, so {given} would never be "
+            f"called: leave it out, or {other}"
+        )
+
+    def runner(
+        self,
+        tokenizer: Any,
+        max_tokens: int,
+        encode_prompt: Callable[[Problem, Any], Prompt],
+        max_prompt: int | None = None,
+    ) -> EpisodeRunner:
+        """Returns the runner of episodes of at most `max_tokens` tokens, observations included.
+
+        `encode_prompt` returns the prompt of a problem for a tokenizer. `max_prompt` is the number of its tokens that
+        the context holds besides an episode; None if it is not known.
+        """
+        form = Chat(tokenizer, self.schemas()) if self.section.format == "chat" else self._text_format()
+        return EpisodeRunner(
+            self.factory, form, self.section, tokenizer, max_tokens, encode_prompt, max_prompt, self.concurrent_calls
+        )
+
+    def _text_format(self) -> Format:
+        multi_argument = frozenset(tool for tool in self.tools if len(required_parameters(self.kind, tool)) > 1)
+        return build_format(self.section.format, self.tools, multi_argument)
+
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        """Returns the JSON schemas of the tools."""
+        return tuple(describe_tool(getattr(self.kind, tool), f"tool {tool!r}") for tool in self.tools)
+
+
+def build(section: EnvironmentConfig, kind: type | None = None) -> BuiltEnvironment:
+    """Returns the environment that the section describes, of the class `kind` instead of its own if that is given.
+
+    Raises `TrimtabError`: an unknown name or option, a class that is not an environment or was given in Python to an
+    earlier run, a sandbox that cannot run here.
+    """
+    if kind is None and section.name in KINDS.classes:
+        return KINDS.read(section.name, section.keywords).build(section)
+    label = section.name if kind is None else kind.__name__
+    factory: Any = kind or _class_of(section.name)
+    check_class(factory, label)
+    try:
+        inspect.signature(factory).bind(**section.keywords)
+    except TypeError as error:
+        raise TrimtabError(f"environment {label!r}: {error}") from None
+    return BuiltEnvironment(section, label, factory, functools.partial(factory, **section.keywords))
+
+
+def _class_of(name: str) -> Any:
+    if name == "swap":
+        return SwapEnvironment
+    if ":" not in name:
+        raise TrimtabError(f"unknown environment {name!r}{did_you_mean(name, ['swap', *KINDS.classes])}; {OWN}")
+    module, _, kind = name.partition(":")
+    if "<locals>" in kind or (module == "__main__" and not hasattr(sys.modules["__main__"], kind)):
+        last = kind.rpartition(".")[2]
+        raise TrimtabError(
+            f"environment {name!r} was given in Python, trimtab.train(environment={last}), and has no name that leads "
+            f"to it from here: put the class into a module and add --set environment.name=MODULE:{last}, or pass it "
+            "to trimtab.train again"
+        )
+    return load_function(name, "environment")

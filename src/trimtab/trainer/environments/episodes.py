@@ -16,10 +16,9 @@ from trimtab.errors import TrimtabError, error_text
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
 from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
-from trimtab.trainer.environments.formats import Call, Format, ToolError
-from trimtab.trainer.environments.result_encoder import ResultEncoder, escape_surrogates
+from trimtab.trainer.environments.formats import Call, Format, ResultEncoder, ToolError, escape_surrogates
 from trimtab.trainer.seeds import derive
-from trimtab.types import Completion, Engine, EpisodeOutcome, FinishReason, Problem, Prompt, SamplingParams, TurnResult
+from trimtab.types import Completion, EpisodeOutcome, FinishReason, Problem, Prompt, SamplingParams, TurnResult
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ class EpisodeRunner:
 
     def generate(
         self,
-        engine: Engine,
+        generate: Callable[..., list[list[Completion]]],
         prompts: Sequence[Prompt],
         samples: int,
         sampling: SamplingParams,
@@ -62,9 +61,14 @@ class EpisodeRunner:
         seed: int,
         reset_seeds: Sequence[int],
     ) -> list[list[Completion]]:
-        """Returns the responses of one `generate` call, whose seed is `seed`, with their outcomes."""
+        """Returns the responses of one call of `generate`, as `Engine.generate`, with their outcomes.
+
+        Aborted episodes have none: they are not asked for rewards, as calls of their tools may be in progress.
+        """
         with contextlib.closing(Episodes(self, prompts, samples, reset_seeds)) as episodes:
-            completions = engine.generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
+            completions = generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
+            if any(completion.finish_reason == "abort" for group in completions for completion in group):
+                return completions
             return episodes.finish(completions)
 
 

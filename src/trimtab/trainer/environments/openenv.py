@@ -7,6 +7,7 @@ is not used: it brings a hundred packages, and pins some of them to versions bel
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -16,8 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
+from trimtab.trainer import environments
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import in_background
-from trimtab.trainer.environments.environment import JSON_SCHEMA, NOT_TOOLS
+from trimtab.trainer.environments.environment import JSON_SCHEMA, NOT_TOOLS, check_class
 
 CONNECT_SECONDS = 10.0
 MAX_MESSAGE = 64 * 2**20  # bytes
@@ -36,6 +39,12 @@ class Options(BaseModel):
         None, description="field of an observation that is its text; default: its only field, else all as JSON"
     )
     reward: bool = Field(True, description="the reward is the sum over the steps; false: the recipe's rewards")
+
+    def build(self, section: EnvironmentConfig) -> environments.BuiltEnvironment:
+        """Returns the environment of the server, which is asked for its tools."""
+        kind = openenv_class(self)
+        check_class(kind, "openenv")
+        return environments.BuiltEnvironment(section, "openenv", kind, functools.partial(kind, self))
 
 
 class ServerError(Exception):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer import environments
+from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.formats import ToolError
 from trimtab.trainer.sandbox.code_result import GRACE, SESSION_LOST
 from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession
@@ -28,19 +31,20 @@ class Options(BaseModel):
     max_output: int = Field(4096, ge=1, description="characters of output of one call")
     workers: int = Field(2, ge=1, le=256, description="calls that run at a time")
 
-
-def build_pool(options: Options, timeout: float) -> PythonPool:
-    """Returns the pool that all environments of a run share. `timeout`: seconds after which a call is given up."""
-    lowest = options.seconds + GRACE
-    if timeout < lowest:
-        raise TrimtabError(
-            f"environment.timeout = {timeout:g} s is below {lowest:g} s, which are `seconds` and the {GRACE:g} s that "
-            "the sandbox may need to end a call: raise timeout, or lower seconds"
-        )
-    try:
-        return PythonPool(timeout=options.seconds, **options.model_dump(exclude={"seconds", "stateful"}))
-    except TrimtabError as error:
-        raise TrimtabError(f"environment.sandbox = {options.sandbox!r}: {error}") from None
+    def build(self, section: EnvironmentConfig) -> environments.BuiltEnvironment:
+        """Returns the environment, whose episodes share one pool."""
+        lowest = self.seconds + GRACE
+        if section.timeout < lowest:
+            raise TrimtabError(
+                f"environment.timeout = {section.timeout:g} s is below {lowest:g} s, which are `seconds` and the "
+                f"{GRACE:g} s that the sandbox may need to end a call: raise timeout, or lower seconds"
+            )
+        try:
+            pool = PythonPool(timeout=self.seconds, **self.model_dump(exclude={"seconds", "stateful"}))
+        except TrimtabError as error:
+            raise TrimtabError(f"environment.sandbox = {self.sandbox!r}: {error}") from None
+        factory = functools.partial(PythonEnvironment, pool, stateful=self.stateful)
+        return environments.BuiltEnvironment(section, "python", PythonEnvironment, factory, pool.close, self.workers)
 
 
 class PythonEnvironment:

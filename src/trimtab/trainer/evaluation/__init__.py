@@ -1,11 +1,10 @@
 """Evaluation without a trainer: avg@n and pass@k on tasks.
 
 `suite` measures models on tasks, `evaluator` one model on one task, which training does too; `eval_results` has the
-numbers of one model on one task, `eval_tables` those of several.
+numbers of one model on one task, and the tables of several.
 """
 
-from trimtab.trainer.evaluation.eval_results import EvalResult, pass_at_k
-from trimtab.trainer.evaluation.eval_tables import Results
+from trimtab.trainer.evaluation.eval_results import EvalResult, Results, pass_at_k
 from trimtab.trainer.evaluation.evaluator import evaluate
 from trimtab.trainer.evaluation.suite import ModelSpec, Settings, TaskSpec, compare
 

@@ -1,17 +1,20 @@
-"""The results of one model on one task: accuracy, pass@k and counts, with intervals over problems."""
+"""Results: those of one model on one task (accuracy, pass@k, counts, with intervals over problems), and of several."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.intervals import Interval, problem_interval
+from trimtab.intervals import Interval, macro_average, problem_interval
 from trimtab.trainer.environments.episode import EpisodeCounts
 
 ERRORS_SHOWN = 5
+AVERAGE = "average"
+NOTE = "percent, with 95% intervals over problems"
 
 
 @lru_cache(maxsize=1 << 16)
@@ -115,3 +118,144 @@ class EvalResult:
             "seconds": self.seconds,
             "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
         }
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text with a title; the first `labels` columns name the row, the others hold numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    labels: int = 1
+
+    def table(self) -> Any:
+        """Returns the table for a terminal, as a rich renderable."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for number, name in enumerate(self.columns):
+            table.add_column(Text(name), justify="left" if number < self.labels else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        return Group(Text(self.title, style="bold"), table)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results by model, task and mode (`greedy`, `sampled`). Averages weigh all tasks equally (macro mean).
+
+    `notes` are those of the tasks, such as the choice of a prompt style.
+    """
+
+    models: tuple[str, ...]
+    tasks: tuple[str, ...]
+    settings: Mapping[str, Any]
+    measured: Mapping[tuple[str, str, str], EvalResult]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(mode for _, _, mode in self.measured))
+
+    @cached_property
+    def ks(self) -> tuple[int, ...]:
+        """All k, powers of two, for which every sampled result has a pass@k."""
+        sampled = [result.pass_ks for (_, _, mode), result in self.measured.items() if mode != "greedy"]
+        return min(sampled, key=len, default=())
+
+    def accuracy(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> Interval:
+        """Returns the mean of avg@n over `tasks` (default: all)."""
+        return macro_average([self.measured[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
+
+    def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
+        """Returns the mean of pass@k over `tasks` (default: all), by k of `ks`."""
+        by_task = [self.measured[model, task, mode].pass_estimates for task in tasks or self.tasks]
+        return {k: macro_average([estimates[k] for estimates in by_task]) for k in self.ks}
+
+    def tables(self) -> list[TextTable]:
+        """Returns accuracies, pass@k as far as it was measured, and details."""
+        passes = [self._passes()] if self.ks else []
+        return [self._accuracies(), *passes, self._details()]
+
+    def remarks(self) -> list[str]:
+        """Returns notes on the tables: how prompts were built, prompts that do not fit, failed rewards and calls."""
+        long = [
+            f"{model}, {task}: {result.too_long} of {len(result.problems)} prompts do not fit the context with their "
+            "response and count as wrong; lower max_tokens or examples"
+            for (model, task, _), result in self.measured.items()
+            if result.too_long
+        ]
+        failed = [f"first failed reward: {result.errors[0]}" for result in self.measured.values() if result.errors]
+        calls = [result.episodes.message() for result in self.measured.values() if result.episodes is not None]
+        return list(dict.fromkeys([*self.notes, *long, *failed, *filter(None, calls)]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON types; fractions, not percent."""
+        averages = [(model, mode, self.accuracy(model, mode)) for model in self.models for mode in self.modes]
+        return {
+            "settings": dict(self.settings),
+            "notes": self.remarks(),
+            "results": [
+                {"model": model, "mode": mode, **result.as_dict()} for (model, _, mode), result in self.measured.items()
+            ],
+            "average": [
+                {
+                    "model": model,
+                    "mode": mode,
+                    "accuracy": accuracy.value,
+                    "accuracy_low": accuracy.low,
+                    "accuracy_high": accuracy.high,
+                    "pass": _entries_by_k(self.passes(model, mode)) if mode != "greedy" and self.ks else {},
+                }
+                for model, mode, accuracy in averages
+            ],
+        }
+
+    def _columns(self) -> list[tuple[str, Sequence[str]]]:
+        """Returns the columns of tables and their tasks: each task, and the average if there are several."""
+        single: list[tuple[str, Sequence[str]]] = [(task, (task,)) for task in self.tasks]
+        return single if len(single) == 1 else [*single, (AVERAGE, self.tasks)]
+
+    def _accuracies(self) -> TextTable:
+        modes = [mode for mode in ("sampled", "greedy") if mode in self.modes]
+        cells = [(name, tasks, mode) for name, tasks in self._columns() for mode in modes]
+        titles = {"greedy": "greedy", "sampled": f"avg@{self.settings['samples']}"}
+        columns = ["model", *(f"{name} {titles[mode]}" for name, _, mode in cells)]
+        rows = [
+            [model, *(_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)] for model in self.models
+        ]
+        return TextTable(f"Accuracy ({NOTE})", columns, rows)
+
+    def _passes(self) -> TextTable:
+        rows = []
+        for model in self.models:
+            columns = [self.passes(model, "sampled", tasks) for _, tasks in self._columns()]
+            rows += [[model, str(k), *(_percent(column[k]) for column in columns)] for k in self.ks]
+        return TextTable(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
+
+    def _details(self) -> TextTable:
+        names = ["model", "task", "mode", "prompt", "problems", "samples", "temperature", "mean reward", "mean tokens"]
+        titles = list(EpisodeCounts().columns()) if any(r.episodes is not None for r in self.measured.values()) else []
+        rows = []
+        for (model, task, mode), result in self.measured.items():
+            episode = {} if result.episodes is None else result.episodes.columns()
+            row = [model, task, mode, result.prompt]
+            row += [str(len(result.problems)), str(result.samples), f"{result.temperature:g}"]
+            row += [f"{result.reward:.3f}", f"{result.tokens:.1f}"]
+            row += [f"{result.truncated:.1%}", *(episode.get(title, "-") for title in titles)]
+            rows.append([*row, str(len(result.errors)), f"{result.seconds:.1f}"])
+        return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
+
+
+def _entries_by_k(estimates: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
+    return {str(k): estimate._asdict() for k, estimate in estimates.items()}
+
+
+def _percent(estimate: Interval) -> str:
+    """`37.9 [33.1, 42.6]`, as the papers write accuracies."""
+    value, low, high = (format(100 * number, ".1f") for number in estimate)
+    return f"{value} [{low}, {high}]"

@@ -114,7 +114,9 @@ def _sample(
         # Not the run's own seed: training and evaluation must not play the same random environments.
         base = _seed(seeds[0])
         reset_seeds = [reset_seed(base, position) for position in numbered]
-        return episodes.generate(engine, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds)
+        return episodes.generate(
+            engine.generate, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds
+        )
     return engine.generate(prompts, samples, sampling, seed=_seed(*seeds))
 
 

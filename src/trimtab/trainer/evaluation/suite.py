@@ -13,8 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer import environments, rewards, tasks
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments import BuiltEnvironment
-from trimtab.trainer.evaluation.eval_results import EvalResult
-from trimtab.trainer.evaluation.eval_tables import Results
+from trimtab.trainer.evaluation.eval_results import EvalResult, Results
 from trimtab.trainer.evaluation.evaluator import evaluate, require_problems
 from trimtab.trainer.rewards import Scorer
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task

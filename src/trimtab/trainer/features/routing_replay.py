@@ -13,14 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, PolicyLearner, StepRecord
 from trimtab.trainer.models.logprobs import TokenScores
-from trimtab.trainer.models.routing import (
-    UNROUTED,
-    RouterInfo,
-    Routes,
-    require_known_experts,
-    router_info,
-    routing_agreement,
-)
+from trimtab.trainer.models.routing import RouterInfo, require_known_experts, router_info, routing_agreement
 from trimtab.trainer.packing import MicroBatch, MiniBatch
 from trimtab.types import ExpertArray, Trajectory
 
@@ -29,8 +22,8 @@ class RoutingReplay(Feature):
     """Replays routed experts in every pass of the trained policy, and measures how often its routers agree with them.
 
     A micro-batch has in its extras
-        routes: the replayed experts, in CPU memory. For a large model they are its largest tensors, and are on the
-            device only during the forward.
+        routes: the replayed experts (tokens, layers, chosen), in the order in which `score` runs the tokens, in CPU
+            memory. For a large model they are its largest tensors, and are on the device only during the forward.
         agreed: where the engine's experts are replayed in a proximal pass, the number of (token, layer) pairs there
             whose routers would have chosen them too, and the number of all pairs, (2,).
     """
@@ -42,8 +35,7 @@ class RoutingReplay(Feature):
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         if self.replay == "proximal":
             return micro
-        prompt_of, time = micro.tokens.prompt_index.tolist(), micro.mask.shape[1]
-        return micro.with_extras(routes=pack_routes(trajectories, prompt_of, time, self.experts))
+        return micro.with_extras(routes=pack_routes(trajectories, micro.tokens.prompt_index.tolist(), self.experts))
 
     def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:
         if call.purpose == "reference" or not call.micro.rows:
@@ -65,7 +57,7 @@ class RoutingReplay(Feature):
         chosen, replayed = scores.routes, micro.extras.get("routes")
         if call.purpose == "proximal" and chosen is not None:
             if replayed is None:
-                return micro.with_extras(routes=Routes(*(part.cpu() for part in chosen)))
+                return micro.with_extras(routes=chosen.cpu())
             return micro.with_extras(agreed=routing_agreement(chosen, replayed))
         counts = micro.extras.get("agreed") if call.first_epoch else None
         if chosen is not None and replayed is not None:
@@ -114,23 +106,15 @@ def checked_routes(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
     return routes
 
 
-def pack_routes(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], time: int, routers: RouterInfo) -> Routes:
-    """Returns routed experts of a micro-batch, padded like its tokens: prompts on the left, responses on the right.
+def pack_routes(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], routers: RouterInfo) -> torch.Tensor:
+    """Returns the routed experts of a micro-batch (tokens, layers, chosen): of all prompts, then of all responses.
 
-    Args:
-        prompt_of: index of the prompt of each response. Samples share one pass over their prompt; the experts of the
-            first sample are replayed there.
-        time: padded length of the responses. Their last tokens are not run through the model and are `UNROUTED`, like
-            padding.
+    `prompt_of` has the index of the prompt of each response. Samples share one pass over their prompt; the experts of
+    the first sample are replayed there. The last token of a response is not run and has none.
     """
     records = [checked_routes(trajectory, routers) for trajectory in trajectories]
-    prompt_lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
+    lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompt_of)))}
-    shape = (routers.layers, routers.chosen)
-    prompts = np.full((len(first), max(prompt_lengths), *shape), UNROUTED, dtype=np.int16)
-    responses = np.full((len(records), time, *shape), UNROUTED, dtype=np.int16)
-    for prompt, row in first.items():
-        prompts[prompt, prompts.shape[1] - prompt_lengths[row] :] = records[row][: prompt_lengths[row]]
-    for row, (record, start) in enumerate(zip(records, prompt_lengths, strict=True)):
-        responses[row, : len(record) - start] = record[start:]
-    return Routes(torch.from_numpy(prompts), torch.from_numpy(responses))
+    prompts = [records[row][: lengths[row]] for _, row in sorted(first.items())]
+    responses = [record[length:] for record, length in zip(records, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate([*prompts, *responses]))

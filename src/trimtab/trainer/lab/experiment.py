@@ -165,6 +165,25 @@ def plan_experiment(
     return ExperimentPlan(out, tuple(runs), tuple(skipped), model, sets)
 
 
+def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
+    """Returns every objective and seed of `[compare]`, each with a validated recipe, as an experiment in one regime.
+
+    Another objective than the recipe's starts from its own defaults, as with `--set objective.name=...`.
+    """
+    assert config.compare is not None
+    data = config.model_dump(exclude={"compare"}, exclude_none=True)
+    data["trainer"]["max_idle_steps"] = 0  # a collapsing method is a result, not an error
+    regime = Regime("recipe", config.description, {})
+    runs = []
+    for objective in config.compare.objectives:
+        other = [] if objective == config.objective.name else [f"objective.name={objective}"]
+        for seed in config.compare.seeds:
+            name = f"{objective}/seed{seed}"
+            recipe = load_config(data | {"seed": seed, "out": str(out / name)}, other)
+            runs.append(PlannedRun(name, Method(objective, objective, ()), regime, seed, recipe))
+    return ExperimentPlan(out, tuple(runs))
+
+
 def _name(method: Method, regime: Regime, seed: int) -> str:
     return f"{regime.name}/{method.folder}/seed{seed}"
 

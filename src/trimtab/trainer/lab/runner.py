@@ -24,8 +24,9 @@ from trimtab.runs.dotted_keys import differences
 from trimtab.runs.layout import CONFIG, LOCK, RESULT
 from trimtab.runs.summary import RunSummary, write_table
 from trimtab.trainer.config import Config, parse_config
-from trimtab.trainer.lab.experiment import ExperimentPlan, PlannedRun, SkippedRun
+from trimtab.trainer.lab.experiment import ExperimentPlan, PlannedRun, SkippedRun, plan_from_recipe
 from trimtab.trainer.processes import WorkerProcess
+from trimtab.trainer.run import build_parts
 from trimtab.trainer.stop import Stop
 
 POLL_INTERVAL = 0.5  # seconds between checks for a stop signal
@@ -54,6 +55,30 @@ def run_experiment(
     with locked(plan.out):
         save = partial(write_results, plan)
         return train_all(recipes, workers=workers, observer=observer, keep=keep, save=save)
+
+
+def run_recipe_comparison(
+    config: Config, out: Path, observer: ExperimentObserver, *, resume: bool
+) -> dict[str, list[Path]]:
+    """Trains every objective of `[compare]` with every seed into `out/<objective>/seed<k>`; returns these by objective.
+
+    Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
+    failed or diverged.
+    """
+    has_runs = out.exists() and any(out.iterdir())
+    if resume and not has_runs:
+        raise TrimtabError(f"{out} holds no comparison: check --out, or start without --resume")
+    if has_runs and not resume:
+        raise TrimtabError(f"{out} is not empty: continue it with --resume, or choose another --out")
+    plan = plan_from_recipe(config, out)
+    for run in plan.runs:
+        build_parts(run.config).close()
+    assert config.compare is not None
+    results = run_experiment(plan, workers=config.compare.workers, observer=observer, keep=True)
+    for name, result in results.items():
+        if result.status != "done":
+            raise TrimtabError(f"{name}: {result.error}")
+    return {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
 
 
 def train_all(

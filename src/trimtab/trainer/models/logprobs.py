@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int16
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from trimtab.trainer.models.architecture import ModelParts, model_parts
 from trimtab.trainer.models.fused_head import HeadScores, token_scores
 from trimtab.trainer.models.matmul import MULTIPLE, padding_rows
 from trimtab.trainer.models.packed_attention import PackedLayout
-from trimtab.trainer.models.routing import Routes, RoutingLayout
+from trimtab.trainer.models.routing import routed
 from trimtab.trainer.models.sharding import with_full_weights
 
 IntRow = NDArray[np.int64]
@@ -67,6 +67,15 @@ class TokenBatch:
         moved = TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
         moved.__dict__["places"] = self.places.to(device)
         return moved
+
+    def at_tokens(self, values: Float[Tensor, "batch time *x"] | Int[Tensor, "batch time *x"]) -> Tensor:
+        """Returns the values at response tokens, row by row, (tokens, *x)."""
+        return values.flatten(0, 1).index_select(0, self.places.real)
+
+    def padded(self, values: Float[Tensor, "tokens *x"]) -> Float[Tensor, "batch time *x"]:
+        """Returns the inverse of `at_tokens`, with 0 at padding."""
+        flat = values.new_zeros(self.response_ids.numel(), *values.shape[1:])
+        return flat.index_copy(0, self.places.real, values).unflatten(0, self.response_ids.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +142,7 @@ class TokenScores(NamedTuple):
 
     logp: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"] | None  # nats
-    routes: Routes | None = None  # the routers' own choices, with `record`
+    routes: Int16[Tensor, "run layers chosen"] | None = None  # the routers' own choices, with `record`
     head: Float[Tensor, "batch time k"] | None = None  # of the ids in `head`; -inf for an id of -1
     squares: Float[Tensor, "batch time"] | None = None  # sum of p^2 over the vocabulary, no gradient
 
@@ -145,7 +154,7 @@ def score(
     temperature: float = 1.0,
     entropy: bool = False,
     kept: Int[Tensor, "batch time k"] | None = None,
-    routes: Routes | None = None,
+    routes: Int16[Tensor, "run layers chosen"] | None = None,
     record: bool = False,
     head: Int[Tensor, "batch time k"] | None = None,
     squares: bool = False,
@@ -154,8 +163,8 @@ def score(
 
     Entropies are in nats. Grad mode and autocast are those of the caller. With `kept` (vocabulary ids, padded with -1)
     the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `head`: further ids to
-    score at each token, padded with -1. `squares`: also the sum of p^2. `routes` are replayed;
-    `record` returns the experts that the routers chose themselves, or under `routes` would have chosen.
+    score at each token, padded with -1. `squares`: also the sum of p^2. `routes`: experts to replay, in the order of
+    the packed row. `record`: returns those that the routers chose themselves, or under `routes` would have chosen.
 
     Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
     a response token outside its own sampling mask (on an accelerator its log-prob is NaN), or routes of another model.
@@ -166,42 +175,29 @@ def score(
     if kept is not None and kept.is_cpu:
         _check_kept(batch, kept)
 
-    def real(values: Tensor) -> Tensor:
-        return values.flatten(0, 1).index_select(0, places.real)
-
-    def padded(values: Tensor) -> Tensor:
-        flat = values.new_zeros(batch.response_ids.numel(), *values.shape[1:])
-        return flat.index_copy(0, places.real, values).unflatten(0, batch.response_ids.shape)
-
     def work() -> HeadScores:
         nonlocal chosen
         parts = model_parts(model)
-        routing = RoutingLayout(places.prompt, places.run, (batch.prompt_ids.shape, batch.response_ids.shape))
-        with routing.routed(model, routes, record) as tape:
+        with routed(model, None if routes is None else routes.to(places.run.device), record) as tape:
             hidden = _packed_hidden(parts, batch)
-        chosen = None if tape is None else routing.unflatten(tape.take())
+        chosen = None if tape is None else tape.take()
         return token_scores(
             hidden,
-            real(batch.response_ids),
+            batch.at_tokens(batch.response_ids),
             parts,
             temperature=temperature,
             entropy=entropy,
-            kept=None if kept is None else real(kept),
-            further=None if head is None else real(head),
+            kept=None if kept is None else batch.at_tokens(kept),
+            further=None if head is None else batch.at_tokens(head),
             squares=squares,
         )
 
     scores = with_full_weights(model, work)
     if kept is not None and not kept.is_cpu:  # to check it would wait for the device
-        inside = (real(kept) == real(batch.response_ids)[:, None]).any(-1)
+        inside = (batch.at_tokens(kept) == batch.at_tokens(batch.response_ids)[:, None]).any(-1)
         scores = scores._replace(logp=scores.logp.where(inside, torch.nan))
-    return TokenScores(
-        logp=padded(scores.logp),
-        entropy=None if scores.entropy is None else padded(scores.entropy),
-        routes=chosen,
-        head=None if scores.further is None else padded(scores.further),
-        squares=None if scores.squares is None else padded(scores.squares),
-    )
+    entropies, further, sums = (None if part is None else batch.padded(part) for part in scores[1:])
+    return TokenScores(batch.padded(scores.logp), entropies, chosen, further, sums)
 
 
 def _check_padding(batch: TokenBatch) -> None:

@@ -11,7 +11,7 @@ The model is not changed. While a context is open, hooks on the routers read or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,9 +24,6 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.models.architecture import decoder_stack
 from trimtab.trainer.models.families import MIXTURES, Gates
 from trimtab.types import ExpertArray
-
-UNROUTED = -1
-"""Expert index of a token without a recorded choice in a layer: its router decides. Fills all entries or none."""
 
 
 class RouterInfo(NamedTuple):
@@ -140,15 +137,13 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> I
     """Replays these experts, which the model has, in one forward inside; tokens are flattened batch x time.
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
-    run outside. The routes are not looked at, which would wait for their device: see `require_known_experts`.
+    run outside. The routes are on the device of the model. They are not looked at, which would wait for it: see
+    `require_known_experts`.
 
     Raises `TrimtabError` as `record_routing` does, and when a layer runs more or less than once inside.
     """
     mixtures = _require_mixture_layers(model)
-    layers = [
-        _Replay(index, mixture, routes[:, index].to(mixture.router.weight.device).long())
-        for index, mixture in enumerate(mixtures)
-    ]
+    layers = [_Replay(index, mixture, routes[:, index].long()) for index, mixture in enumerate(mixtures)]
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(layer.attached())
@@ -204,12 +199,12 @@ class _Replay:
     def _replace(
         self, router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, _, routed = out
+        scores, _, _ = out
         if len(scores) != len(self.chosen):
             raise TrimtabError(
                 f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"
             )
-        chosen, how = torch.where(self.chosen == UNROUTED, routed, self.chosen), self.mixture.gates
+        chosen, how = self.chosen, self.mixture.gates
         # The family's own gates, operation by operation, with `gather` in place of `topk`.
         gates = scores.softmax(-1, dtype=torch.float32).gather(-1, chosen)
         if router.norm_topk_prob if how.renormalized is None else how.renormalized:
@@ -217,67 +212,21 @@ class _Replay:
         return scores, gates if how.float32 else gates.to(scores.dtype), chosen
 
 
-class Routes(NamedTuple):
-    """The routed experts of a micro-batch, `UNROUTED` where unknown; entries of padding have no effect.
-
-    The last token of a response is not run through the model: its entry is never read, and `UNROUTED` when recorded.
-    """
-
-    prompts: Int16[Tensor, "prompts prompt_time layers chosen"]
-    responses: Int16[Tensor, "batch time layers chosen"]
-
-
-def routing_agreement(one: Routes, other: Routes) -> Int[Tensor, "2"]:
-    """Returns the number of (token, layer) pairs with equal sets of experts, and the number known to both.
-
-    They are on the device of `one`.
-    """
-    counts = []
-    for a, b in zip(one, (part.to(one.prompts.device) for part in other), strict=True):
-        both = ((a != UNROUTED) & (b != UNROUTED)).all(-1)
-        counts.append(torch.stack([((a.sort(-1).values == b.sort(-1).values).all(-1) & both).sum(), both.sum()]))
-    return counts[0] + counts[1]
+@contextmanager
+def routed(
+    model: Any, routes: Int16[Tensor, "tokens layers chosen"] | None, record: bool
+) -> Iterator[RoutingTape | None]:
+    """Replays `routes`, records the routers' own choices, or both, in one forward inside."""
+    with (
+        nullcontext() if routes is None else replay_routing(model, routes),
+        record_routing(model) if record else nullcontext() as tape,
+    ):
+        yield tape
 
 
-@dataclass(frozen=True, eq=False)
-class RoutingLayout:
-    """The order in which a forward runs the tokens of a micro-batch: those of all prompts, then of all responses.
-
-    `prompt` and `run` are the places of prompt tokens and of response tokens that are run, all but the last of each
-    row, in flattened tensors of the two `shapes`.
-    """
-
-    prompt: Int[Tensor, " prompt_tokens"]
-    run: Int[Tensor, " run_tokens"]
-    shapes: tuple[torch.Size, torch.Size]
-
-    @contextmanager
-    def routed(self, model: Any, routes: Routes | None, record: bool) -> Iterator[RoutingTape | None]:
-        """Replays `routes`, which were checked, records the routers' own choices, or both, in one forward inside."""
-        with ExitStack() as stack:
-            if routes is not None:
-                stack.enter_context(replay_routing(model, self.flatten(routes)))
-            yield stack.enter_context(record_routing(model)) if record else None
-
-    def flatten(self, routes: Routes) -> Int16[Tensor, "tokens layers chosen"]:
-        """Returns the routes in the order of the forward.
-
-        Raises `TrimtabError` when the routes have another shape than the tokens.
-        """
-        shapes, given = self.shapes, (routes.prompts.shape[:-2], routes.responses.shape[:-2])
-        if given != shapes:
-            raise TrimtabError(
-                f"routes of {tuple(given[0])} prompt and {tuple(given[1])} response tokens for tokens of "
-                f"{tuple(map(tuple, shapes))}"
-            )
-        prompts, responses = (part.to(self.run.device).flatten(0, 1) for part in routes)
-        return torch.cat([prompts[self.prompt], responses[self.run]])
-
-    def unflatten(self, flat: Int16[Tensor, "tokens layers chosen"]) -> Routes:
-        """Inverts `flatten`; padding and tokens that were not run are `UNROUTED`."""
-        parts = flat.split([len(self.prompt), len(self.run)])
-        prompts, responses = (
-            flat.new_full((shape.numel(), *flat.shape[1:]), UNROUTED).index_copy_(0, place, part).unflatten(0, shape)
-            for shape, place, part in zip(self.shapes, (self.prompt, self.run), parts, strict=True)
-        )
-        return Routes(prompts, responses)
+def routing_agreement(
+    one: Int16[Tensor, "tokens layers chosen"], other: Int16[Tensor, "tokens layers chosen"]
+) -> Int[Tensor, "2"]:
+    """Returns the number of (token, layer) pairs with equal sets of experts, and of all, on the device of `one`."""
+    same = (one.sort(-1).values == other.to(one.device).sort(-1).values).all(-1)
+    return torch.stack([same.sum(), torch.full((), same.numel(), device=same.device)])

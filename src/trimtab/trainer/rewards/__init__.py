@@ -25,7 +25,7 @@ KINDS = Registry(
         "overlong": "rewards.builtin:Overlong",
         "reasoning-gym": "rewards.gym_scorer:GymScore",
         "python-tests": "rewards.python_tests:PythonTests",
-        "by-task": "rewards.by_task:ByTask",
+        "by-task": "rewards.builtin:ByTask",
     },
     "write your own as module:function",
 )

@@ -3,7 +3,7 @@
 source              `RolloutSource`, what the training loop sees, and the synchronous one
 async_source        the asynchronous one, with `engine_thread`
 collector           scores the responses to a request
-responses           ways to get responses; others in `prefixes`, `demonstrations`, `episode_responses`
+responses           ways to get responses; others in `prefixes`, `demonstrations`
 prompts             the order of prompts, and their lengths
 schedule, buffer    which groups are generated and trained when; those that wait
 publication         gives an engine new weights, with `canary`, which checks what it samples from

@@ -59,7 +59,7 @@ class PrefixedResponses(Responses):
     ) -> tuple[list[Prompt], list[list[Completion]]]:
         starts_cycle, prefixes = self.starts_cycle, None
         if starts_cycle:
-            prompts = self.stream.take(request.count)
+            prompts = self.prompts(request)
         else:
             prompts, prefixes = self.take(request.count)
             stats.response_tokens -= sum(len(prefix.response_ids) for group in prefixes for prefix in group)
@@ -68,7 +68,8 @@ class PrefixedResponses(Responses):
         self.observe([len(completion.response_ids) for responses in completions for completion in responses])
         # The current weights are the historical policy of the next batches: no second copy of weights is needed.
         if starts_cycle and self.batches:
-            stats.response_tokens += self.refill(self.stream.take(request.count * self.batches), sampler)
+            later = self.stream.at(request.first + request.count, request.count * self.batches)
+            stats.response_tokens += self.refill(later, sampler)
         return prompts, completions
 
     def observe(self, lengths: Sequence[int]) -> None:
@@ -106,7 +107,7 @@ class PrefixedResponses(Responses):
         return [prompt for prompt, _ in entries], [[one for one in group for _ in range(share)] for _, group in entries]
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """The waiting prefixes are kept as trajectories without rewards; `position` is that of the stream."""
+        """The waiting prefixes are kept as trajectories without rewards."""
         rows = [
             Trajectory(
                 prompt=prompt,
@@ -126,13 +127,13 @@ class PrefixedResponses(Responses):
             "observed_tokens": self._observed_tokens,
             "waiting": len(self._waiting),
         }
-        return {"position": self.stream.position, "prefixes": meta}, {PREFIXES: trajectories.to_bytes(rows)}
+        return {"prefixes": meta}, {PREFIXES: trajectories.to_bytes(rows)}
 
     def restore(self, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Raises `TrimtabError` where the prefixes belong to other prompts than the stream has."""
-        self.stream.position, saved = meta["position"], meta["prefixes"]
-        # From the stream, as files have only a part of each problem.
-        prompts = self.stream.at(self.stream.position - saved["waiting"], saved["waiting"])
+        saved = meta["prefixes"]
+        # From the stream, as files have only a part of each problem: those after the groups that were drawn.
+        prompts = self.stream.at(meta["drawn"], saved["waiting"])
         groups: list[list[Completion]] = [[] for _ in prompts]
         for row in trajectories.from_bytes(files[PREFIXES]):
             if row.group >= len(prompts) or not np.array_equal(prompts[row.group].ids, row.prompt.ids):

@@ -27,7 +27,6 @@ class PromptStream:
     task: Task
     tokenizer: Any
     seed: int
-    position: int = 0
     max_prompt: int | None = None
     replaced: set[int] = field(default_factory=set)
     logged: int = 0
@@ -38,13 +37,8 @@ class PromptStream:
     def pad_id(self) -> int:
         return int(self.tokenizer.pad_token_id)
 
-    def take(self, count: int) -> list[Prompt]:
-        prompts = self.at(self.position, count)
-        self.position += count
-        return prompts
-
     def at(self, position: int, count: int) -> list[Prompt]:
-        """Returns the `count` prompts from `position` on; does not change the position of the stream."""
+        """Returns the `count` prompts from `position` on."""
         with self._lock:
             return [self._prompt(position + offset) for offset in range(count)]
 

@@ -1,7 +1,7 @@
 """How the responses to a request are made: `Responses`, which samples each as a whole.
 
-Its subclasses are other ways, a file each: `prefixes.py` (older policies begin them), `demonstrations.py` (external
-traces among them), `episode_responses.py` (tools answer between their turns). `Collector` knows none of them.
+Its subclasses are other ways: `EpisodeResponses` (tools answer between their turns), and in files of their own
+`prefixes.py` (older policies begin them) and `demonstrations.py` (external traces among them). `Collector` knows none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episode import EpisodeCounts
+from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
@@ -107,3 +108,28 @@ class Responses:
 
     def restore(self, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Restores `state()` from all JSON and files of a rollout source."""
+
+
+@dataclass
+class EpisodeResponses(Responses):
+    """Every response is an episode: an environment answers between its turns."""
+
+    runner: EpisodeRunner
+
+    @property
+    def seconds_to_end(self) -> float:
+        """A call in progress, and then those of the environment's `close`."""
+        return 2 * self.runner.section.timeout
+
+    def respond(
+        self,
+        request: GroupRange,
+        sampler: Sampler,
+        stats: RolloutStats,  # noqa: ARG002
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        prompts, samples = self.prompts(request), self.config.trainer.samples
+        # A group's environments are the same, whatever request it belongs to.
+        seeds = [reset_seed(self.config.seed, number) for number in request.numbers]
+        return prompts, self.runner.generate(
+            sampler.generate, prompts, samples, self.sampling, seed=self.seed(request), reset_seeds=seeds
+        )

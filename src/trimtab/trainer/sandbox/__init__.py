@@ -4,6 +4,5 @@
 - Python text: `python_pool.py`, with limits and results of `code_result.py`, in one of two sandboxes:
   - Monty: `monty.py`, and the process in `monty_worker.py`.
   - bubblewrap: `bubblewrap.py`; a container is started by `container_starter.py` with the command of
-    `container_command.py` and the filters of `seccomp.py`, runs `container_init.py`, and is seen from outside as in
-    `container.py`.
+    `container_command.py` and the filters of `seccomp.py`, and runs `container_init.py`.
 """

@@ -19,7 +19,7 @@ import threading
 from typing import IO
 
 from trimtab.trainer.processes import Message, Parent
-from trimtab.trainer.sandbox.container import ContainerRequest, Setup, Started
+from trimtab.trainer.sandbox.bubblewrap import ContainerRequest, Setup, Started
 from trimtab.trainer.sandbox.container_init import HEADER
 
 START_TIMEOUT = 60.0  # seconds in which a container must be ready, its packages imported

@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import load_config
-from trimtab.trainer.config.recipe_paths import NAMES_OR_FOLDERS
+from trimtab.trainer.config.recipes import NAMES_OR_FOLDERS
 
 
 def test_paths_of_a_recipe_are_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.environment import call_tool, check_class, tool_names
 from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes
-from trimtab.trainer.environments.formats import Call, Tag, ToolError
-from trimtab.trainer.environments.result_encoder import CUT
+from trimtab.trainer.environments.formats import CUT, Call, Tag, ToolError
 from trimtab.types import FinishReason, Problem
 
 ROWS = Problem("p1", "How much?", "3", {"rows": [1, 2]})

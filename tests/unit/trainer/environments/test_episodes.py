@@ -14,8 +14,7 @@ from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.environment import check_class, tool_names
 from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes
-from trimtab.trainer.environments.formats import Format, Tag
-from trimtab.trainer.environments.result_encoder import CUT
+from trimtab.trainer.environments.formats import CUT, Format, Tag
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, TurnResult
 
 LIMITS = EnvironmentConfig(name="class", max_turns=3, max_turn_tokens=64, max_observation_tokens=16, timeout=5.0)

@@ -28,7 +28,7 @@ from trimtab.trainer.features.routing_replay import RoutingReplay, require_mixtu
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import score
-from trimtab.trainer.models.routing import UNROUTED, RouterInfo
+from trimtab.trainer.models.routing import RouterInfo
 from trimtab.trainer.optim import build_optimizer
 from trimtab.trainer.packing import MicroBatch, to_tensors
 from trimtab.trainer.ranks import current_ranks
@@ -55,21 +55,16 @@ def packed(rows: list[Trajectory], chosen: Sequence[int], replay: Feature = REPL
     return replay.pack(to_tensors(rows, chosen, 12, CPU), [rows[row] for row in chosen])
 
 
-def test_prompts_are_padded_left_responses_right_and_a_prompt_is_its_first_sample_s() -> None:
+def test_prompts_come_first_and_a_prompt_is_its_first_sample_s() -> None:
     rows = [
         routed(trajectory(7, [5, 6], prompt=[1, 2, 3]), [0, 1, 2, 3]),
         routed(trajectory(7, [5], prompt=[1, 2, 3]), [3, 3, 3]),
         routed(trajectory(9, [8, 8, 8], prompt=[4]), [1, 2, 0]),
     ]
     result = packed(rows, (0, 1, 2)).extras["routes"]
-    assert result.prompts.flatten(1).tolist() == [[0, 1, 2], [UNROUTED, UNROUTED, 1]]
-    assert result.responses.flatten(1).tolist() == [
-        [3, UNROUTED, UNROUTED],
-        [UNROUTED, UNROUTED, UNROUTED],
-        [2, 0, UNROUTED],
-    ]
+    assert result.flatten().tolist() == [*(0, 1, 2), 1, 3, *(2, 0)]
     turned = packed(rows, (2, 1, 0)).extras["routes"]
-    assert turned.prompts.flatten(1).tolist() == [[UNROUTED, UNROUTED, 1], [3, 3, 3]]
+    assert turned.flatten().tolist() == [1, *(3, 3, 3), *(2, 0), 3]
     assert "routes" not in packed(rows, (0, 1, 2), RoutingReplay("proximal", ONE)).extras
 
 
@@ -82,7 +77,7 @@ def test_prompts_are_padded_left_responses_right_and_a_prompt_is_its_first_sampl
         (np.zeros((3, 2, 1), dtype=np.int16), "it has 1 mixture layers of 4 experts, 1 for a token"),
         (np.zeros((3, 1, 2), dtype=np.int16), "records experts that this model does not have"),
         ([0, 4, 1], "records experts that this model does not have"),
-        ([0, UNROUTED, 1], "records experts that this model does not have"),
+        ([0, -1, 1], "records experts that this model does not have"),
     ],
 )
 def test_a_wrong_record_is_an_error_that_names_its_response(routes: Any, line: str) -> None:
@@ -142,10 +137,9 @@ def record(model: Any, rows: list[Trajectory], shift: int) -> list[Trajectory]:
     result = score(model, to_tensors(rows, range(len(rows)), 12, CPU).tokens, record=True).routes
     assert result is not None
     rows_made = []
+    parts = result.split([*(len(row.prompt.ids) for row in rows), *(len(row) - 1 for row in rows)])
     for place, row in enumerate(rows):
-        length = len(row.prompt.ids)
-        parts = [result.prompts[place, -length:], result.responses[place, : len(row) - 1]]
-        rows_made.append(routed(row, ((torch.cat(parts) + shift) % 8).numpy()))
+        rows_made.append(routed(row, ((torch.cat([parts[place], parts[len(rows) + place]]) + shift) % 8).numpy()))
     return rows_made
 
 
@@ -208,7 +202,7 @@ def test_the_update_replays_what_the_proximal_pass_chose() -> None:
     scored = of.score_fixed_policies(batches(ROWS, of))
     assert chosen is not None
     settled = scored[0][0].extras["routes"]
-    assert torch.equal(settled.prompts, chosen.prompts)
+    assert torch.equal(settled, chosen)
     choices: list[Any] = []
     experts: Any = of.model.get_submodule("model.layers.1.mlp.experts")
     handle = experts.register_forward_pre_hook(lambda _experts, given: choices.append(given[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.lab.recipe_comparison import plan_from_recipe
+from trimtab.trainer.lab.experiment import plan_from_recipe
 from trimtab.trainer.run import build_parts
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.unit.trainer.models.test_logprobs import PROMPT_INDEX, PROMPTS, RESPONSES, batch, build, gradients
 from torch import Tensor
 
@@ -17,10 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.models.families import MIXTURES
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import (
-    UNROUTED,
     RouterInfo,
-    Routes,
-    RoutingLayout,
     record_routing,
     replay_routing,
     router_info,
@@ -38,9 +33,9 @@ def gates_of(model: Any) -> list[Any]:
     return [layer.mlp.gate for layer in model.model.layers]
 
 
-def other(routes: Routes) -> Routes:
+def other(routes: Tensor) -> Tensor:
     """Every expert replaced by its neighbor: a choice as valid, and different."""
-    return Routes(*(torch.where(part == UNROUTED, part, (part + 1) % EXPERTS) for part in routes))
+    return (routes + 1) % EXPERTS
 
 
 def grads(model: Any, logp: Tensor) -> dict[str, Tensor]:
@@ -76,11 +71,11 @@ def masked_routers(model: Any, chosen: Tensor) -> Iterator[None]:
     ],
 )
 def test_gates_by_hand(kind: str, change: dict[str, Any], expected: list[list[float]]) -> None:
-    """Softmax of all scores, then the chosen: with and without dividing by their sum. The last token is free."""
+    """Softmax of all scores, then the chosen: with and without dividing by their sum."""
     model = build(kind, **change)
     hidden = torch.zeros(3, model.config.hidden_size)
     hidden[:, 0] = 1
-    routes = torch.tensor([[1, 3], [2, 0], [UNROUTED, UNROUTED]])[:, None].expand(-1, LAYERS, -1)
+    routes = torch.tensor([[1, 3], [2, 0], [3, 2]])[:, None].expand(-1, LAYERS, -1)
     with torch.no_grad(), replay_routing(model, routes):
         for gate in gates_of(model):
             gate.weight.zero_()
@@ -127,7 +122,7 @@ def test_replaying_the_models_own_choice_changes_no_bit(
         again = score(model, batch(), entropy=True, routes=free.routes, record=True)
     assert torch.equal(free.logp, again.logp)
     assert torch.equal(free.entropy, again.entropy)  # type: ignore[arg-type]
-    assert all(torch.equal(a, b) for a, b in zip(free.routes, again.routes, strict=True))  # type: ignore[arg-type]
+    assert torch.equal(free.routes, again.routes)  # type: ignore[arg-type]
     result = grads(model, again.logp)
     assert result.keys() == expected.keys()
     assert all(torch.equal(result[name], expected[name]) for name in expected)
@@ -143,8 +138,7 @@ def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str) 
     routes = other(free.routes)  # type: ignore[arg-type]
     result = score(model, batch(), routes=routes)
     assert (result.logp - free.logp).abs().max() > 1e-3
-    flat = layout(batch().prompt_mask, batch_run()).flatten(routes)
-    with masked_routers(model, flat):
+    with masked_routers(model, routes):
         reference = score(model, batch()).logp
         expected_grads = grads(model, reference)
     assert torch.allclose(result.logp, reference, atol=1e-5)
@@ -155,25 +149,18 @@ def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str) 
     assert all(ours[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 0 for layer in range(LAYERS))
 
 
-def batch_run() -> Tensor:
-    """Response tokens that are run: all but each row's last."""
-    mask = batch().response_mask
-    return mask & (mask.cumsum(-1) < mask.sum(-1, keepdim=True))
-
-
 def test_a_packed_row_records_what_each_response_alone_does() -> None:
     model = build("olmoe")
     routes = score(model, batch(), record=True).routes
     assert routes is not None
-    assert routes.prompts.dtype == torch.int16
-    assert torch.equal((routes.prompts != UNROUTED).all((-1, -2)), batch().prompt_mask)
-    assert torch.equal((routes.responses != UNROUTED).all((-1, -2)), batch_run())
+    assert routes.dtype == torch.int16
     assert routing_agreement(routes, routes).tolist() == [42, 42]
-    for row, (response, index) in enumerate(zip(RESPONSES, PROMPT_INDEX, strict=True)):
+    parts = routes.split([*map(len, PROMPTS), *(len(response) - 1 for response in RESPONSES)])
+    for response, index, own in zip(RESPONSES, PROMPT_INDEX, parts[len(PROMPTS) :], strict=True):
         ids = PROMPTS[index] + response[:-1]
         with torch.no_grad(), record_routing(model) as tape:
             model(torch.tensor([ids]), use_cache=False)
-        packed = torch.cat([routes.prompts[index][batch().prompt_mask[index]], routes.responses[row][batch_run()[row]]])
+        packed = torch.cat([parts[index], own])
         assert torch.equal(tape.take().sort(-1).values, packed.sort(-1).values)
 
 
@@ -184,31 +171,8 @@ def test_record_under_replay_is_the_routers_own_choice() -> None:
     assert free is not None
     own = score(model, batch(), routes=other(free), record=True).routes
     assert own is not None
-    assert torch.equal(own.prompts[..., 0, :], free.prompts[..., 0, :])
-    assert torch.equal(own.responses[..., 0, :], free.responses[..., 0, :])
-    assert not torch.equal(own.responses[..., 1, :], free.responses[..., 1, :])
-
-
-def test_what_padding_and_last_tokens_hold_is_not_read() -> None:
-    model = build("olmoe")
-    free = score(model, batch(), record=True)
-    assert free.routes is not None
-    spoiled = Routes(*(torch.where(part == UNROUTED, 99, part) for part in free.routes))
-    assert torch.equal(score(model, batch(), routes=spoiled).logp, free.logp)
-
-
-def test_free_tokens_go_where_their_router_sends_them() -> None:
-    model = build("mixtral")
-    free = score(model, batch(), record=True)
-    assert free.routes is not None
-    nothing = Routes(*(torch.full_like(part, UNROUTED) for part in free.routes))
-    assert torch.equal(score(model, batch(), routes=nothing).logp, free.logp)
-    # Rows are independent: a row whose entries, and whose prompt's, are its own keeps its bits.
-    mixed = Routes(free.routes.prompts, other(free.routes).responses)
-    mixed.responses[1] = UNROUTED
-    logp = score(model, batch(), routes=mixed).logp
-    assert torch.allclose(logp[1], free.logp[1], atol=1e-6)
-    assert (logp[0] - free.logp[0]).abs().max() > 1e-3
+    assert torch.equal(own[:, 0], free[:, 0])
+    assert not torch.equal(own[:, 1], free[:, 1])
 
 
 @pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft, of the stacked experts it leaves out
@@ -256,8 +220,8 @@ def test_routes_of_another_batch_are_refused() -> None:
     model = build("qwen3_moe")
     routes = score(model, batch(), record=True).routes
     assert routes is not None
-    with pytest.raises(TrimtabError, match=r"routes of \(3, 6\) prompt and \(4, 7\) response tokens for tokens of"):
-        score(model, batch(), routes=Routes(routes.prompts, routes.responses[1:]))
+    with pytest.raises(TrimtabError, match="routes of 20 tokens do not belong to this forward, which runs 21"):
+        score(model, batch(), routes=routes[1:])
 
 
 @pytest.mark.parametrize("use", [lambda model: replay_routing(model, routes_of(4)), record_routing])
@@ -309,34 +273,8 @@ def test_a_tape_is_cut_by_take() -> None:
 
 
 def test_agreement_by_hand() -> None:
-    """Order does not matter, what is unknown to either does not count."""
-    one = Routes(torch.tensor([[[[0, 1]], [[2, 3]]]]), torch.tensor([[[[0, 2]], [[UNROUTED, UNROUTED]]]]))
-    two = Routes(torch.tensor([[[[1, 0]], [[2, 1]]]]), torch.tensor([[[[2, 0]], [[1, 0]]]]))
+    """Order does not matter."""
+    one = torch.tensor([[[0, 1]], [[2, 3]], [[0, 2]]], dtype=torch.int16)
+    two = torch.tensor([[[1, 0]], [[2, 1]], [[2, 0]]], dtype=torch.int16)
     assert routing_agreement(one, two).tolist() == [2, 3]
     assert routing_agreement(one, one).tolist() == [3, 3]
-
-
-def layout(*masks: Tensor) -> RoutingLayout:
-    prompt, run = (mask.flatten().nonzero()[:, 0] for mask in masks)
-    return RoutingLayout(prompt, run, (masks[0].shape, masks[1].shape))
-
-
-@given(
-    prompts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    responses=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-)
-def test_order_of_a_forward_and_back(prompts: list[int], responses: list[int]) -> None:
-    lengths = torch.tensor(responses)
-    prompt_mask = torch.arange(4) >= 4 - torch.tensor(prompts)[:, None]
-    run = torch.arange(5) < lengths[:, None] - 1
-    random = torch.randint(0, EXPERTS, (2, 8, 5, LAYERS, CHOSEN), dtype=torch.int16)
-    routes = Routes(
-        random[0, : len(prompts), :4].masked_fill(~prompt_mask[..., None, None], UNROUTED),
-        random[1, : len(responses)].masked_fill(~run[..., None, None], UNROUTED),
-    )
-    places = layout(prompt_mask, run)
-    flat = places.flatten(routes)
-    assert flat.shape == (sum(prompts) + int(run.sum()), LAYERS, CHOSEN)
-    back = places.unflatten(flat)
-    assert torch.equal(back.responses, routes.responses)
-    assert torch.equal(back.prompts, routes.prompts)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.perturbation import Perturbation
-from trimtab.trainer.models.routing import Routes, record_routing, replay_routing
+from trimtab.trainer.models.routing import record_routing, replay_routing
 
 IDS = torch.tensor([[5, 9, 11, 7]])
 
 
-def free_routes(model: Any) -> Routes:
+def free_routes(model: Any) -> Tensor:
     with torch.no_grad():
         routes = score(model, batch(), record=True).routes
     assert routes is not None
@@ -30,7 +30,7 @@ def checkpointed(model: Any, *, reentrant: bool = False) -> Any:
     return model
 
 
-def third(routes: Routes) -> Routes:
+def third(routes: Tensor) -> Tensor:
     return other(other(routes))
 
 
@@ -88,7 +88,7 @@ def test_replay_inside_a_perturbation(dtype: torch.dtype) -> None:
     own = other(free_routes(model))
     noise = Perturbation(model, std=0.05)
 
-    def noisy(seed: int, routes: Routes) -> Tensor:
+    def noisy(seed: int, routes: Tensor) -> Tensor:
         with noise.attached(seed=seed):
             return score(model, batch(), routes=routes).logp
 

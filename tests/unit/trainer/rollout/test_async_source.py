@@ -24,9 +24,8 @@ from trimtab.trainer.rollout import async_source, engine_thread
 from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.episode_responses import EpisodeResponses
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Responses, RolloutStats
+from trimtab.trainer.rollout.responses import EpisodeResponses, Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
@@ -99,7 +98,7 @@ def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int
         one.steps(2)
     finally:
         one.feed.close()
-    first = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).take(8)]
+    first = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).at(0, 8)]
     return {name: seen[name] for name in first}
 
 

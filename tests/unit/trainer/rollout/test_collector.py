@@ -50,7 +50,7 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
 
 def order(count: int) -> list[int]:
     """Indices of the first problems of the stream."""
-    ids = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).take(count)]
+    ids = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).at(0, count)]
     return [int(name.rpartition("-")[2]) for name in ids]
 
 
@@ -142,7 +142,7 @@ def scored(
         sections = {"sampling": {"max_tokens": 4}, "environment": {"name": "swap", "void": void}}
         source.collector.config = load_config({"trainer": trainer, **sections})
     request = source.buffer.reserve(len(completions), UPDATES)
-    prompts = source.collector.stream.take(len(completions))
+    prompts = source.collector.stream.at(0, len(completions))
     return source.collector.score_groups(request, prompts, completions, stats), stats
 
 
@@ -169,7 +169,7 @@ def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards
 def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
     scorer: rewards.Scorer, void: str, trained: int
 ) -> None:
-    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).at(0, 1)
     response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
     outcomes = [
         EpisodeOutcome(prompt, calls=2, reward=1.0),
@@ -185,7 +185,7 @@ def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
 
 
 def test_a_batch_whose_calls_all_failed_says_why() -> None:
-    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).at(0, 1)
     failing = EpisodeOutcome(prompt, calls=2, tool_errors=2, reward=0.0, tool_error="AttributeError: no attribute x")
     stats = RolloutStats()
     stats.episodes += EpisodeCounts.of([failing])
@@ -196,7 +196,7 @@ def test_a_batch_whose_calls_all_failed_says_why() -> None:
 
 
 def test_failed_episodes_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
-    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).take(1)
+    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).at(0, 1)
     response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
     outcomes = [EpisodeOutcome(prompt, failure="reset raised"), EpisodeOutcome(prompt, reward=1.0)]
     completions = [[replace(response, outcome=outcome) for outcome in outcomes]]

@@ -123,7 +123,7 @@ def make(samples: int = 4, sampling: SamplingParams = SAMPLING, **config: Any) -
 
 
 def ask(count: int) -> list[Prompt]:
-    return PromptStream(TASK, laboratory.build(0)[1], seed=7).take(count)
+    return PromptStream(TASK, laboratory.build(0)[1], seed=7).at(0, count)
 
 
 def lengths(prefixes: list[list[Completion]]) -> list[list[int]]:
@@ -249,11 +249,10 @@ def test_a_restored_pool_goes_on_as_the_saved_one(sampling: SamplingParams, leng
     pool.fill(prompts)
     pool.take(2)
     pool.observe([9, 10])
-    pool.stream.position = 6
     meta, files = pool.state()
     assert meta["prefixes"]["waiting"] == 4
     other = make(sampling=sampling, refresh=4, ratio=0.5, share=2)
-    other.restore(meta, files)
+    other.restore({**meta, "drawn": 2}, files)
     assert other.state()[0] == meta
     for expected, actual in zip(pool.take(4), other.take(4), strict=True):
         for a, b in zip(expected, actual, strict=True):
@@ -280,7 +279,8 @@ def test_a_restored_pool_goes_on_as_the_saved_one(sampling: SamplingParams, leng
 def test_an_empty_pool_survives_a_checkpoint() -> None:
     pool, other = make(refresh=2), make(refresh=2)
     pool.observe([5])
-    other.restore(*pool.state())
+    meta, files = pool.state()
+    other.restore({**meta, "drawn": 0}, files)
     assert other.starts_cycle
     assert other.state()[0] == pool.state()[0]
 
@@ -288,8 +288,8 @@ def test_an_empty_pool_survives_a_checkpoint() -> None:
 def test_prefixes_of_another_task_are_refused() -> None:
     pool = make(refresh=2, ratio=0.5)
     pool.observe([12])
-    pool.fill(pool.stream.take(4))
+    pool.fill(pool.stream.at(0, 4))
     meta, files = pool.state()
-    for changed in ({"position": 5}, {"prefixes": {**meta["prefixes"], "waiting": 3}}):
+    for changed in ({"drawn": 1}, {"drawn": 0, "prefixes": {**meta["prefixes"], "waiting": 3}}):
         with pytest.raises(TrimtabError, match="the task does not ask now"):
             make(refresh=2).restore({**meta, **changed}, files)

@@ -56,8 +56,8 @@ def test_what_no_context_can_hold_is_refused(given: int | None, most: int, named
 
 def test_prompts_that_are_too_long_are_replaced() -> None:
     lengths = [3, 30, 4, 5, 31, 6]
-    plain, limited = stream(*lengths).take(60), stream(*lengths, max_prompt=6)
-    drawn = limited.take(60)
+    plain, limited = stream(*lengths).at(0, 60), stream(*lengths, max_prompt=6)
+    drawn = limited.at(0, 60)
     assert limited.newly_replaced() == 20, "two of six problems, in each of ten epochs"
     assert max(len(prompt.ids) for prompt in drawn) == 6
     kept = [a.problem.id == b.problem.id for a, b in zip(plain, drawn, strict=True) if len(a.ids) <= 6]
@@ -69,12 +69,12 @@ def test_prompts_that_are_too_long_are_replaced() -> None:
 
 def test_a_search_that_finds_nothing_short_ends() -> None:
     with pytest.raises(TrimtabError, match="no training problem has a prompt of at most 2 tokens"):
-        stream(3, 3, max_prompt=2).take(1)
+        stream(3, 3, max_prompt=2).at(0, 1)
 
 
 def test_the_only_short_prompt_of_many_is_found() -> None:
     """1,000 draws with replacement missed one of 2,000 in 6 of 10 positions."""
-    drawn = stream(*[9] * 1999, 3, max_prompt=4).take(4)
+    drawn = stream(*[9] * 1999, 3, max_prompt=4).at(0, 4)
     assert {prompt.problem.id for prompt in drawn} == {"p1999"}
 
 
@@ -139,6 +139,6 @@ def test_problems_of_another_task_have_the_length_of_its_responses(
 
 def test_the_order_of_prompts_is_a_function_of_seed_and_position() -> None:
     every = task(*[3] * 9)
-    first = [one.problem.id for one in PromptStream(every, TOKENIZER, 0).take(5)]
-    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 0, position=1).take(4)] == first[1:]
-    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 1).take(5)] != first
+    first = [one.problem.id for one in PromptStream(every, TOKENIZER, 0).at(0, 5)]
+    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 0).at(1, 4)] == first[1:]
+    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 1).at(0, 5)] != first

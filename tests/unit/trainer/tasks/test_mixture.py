@@ -76,10 +76,10 @@ def test_the_stream_draws_tasks_by_weight_and_repeats_for_a_seed() -> None:
     built = tasks.build("mixture", part=[{**SUM, "weight": 3.0}, PRODUCT])
     tokenizer = lambda text, add_special_tokens: {"input_ids": list(text.encode())}  # noqa: ARG005, E731
     first, again, other = (PromptStream(built, tokenizer, seed) for seed in (0, 0, 1))
-    taken = [prompt.problem for prompt in first.take(len(built.train))]
+    taken = [prompt.problem for prompt in first.at(0, len(built.train))]
     assert labels(taken)["sum"] / len(taken) == pytest.approx(0.75, abs=0.01)
     assert [problem.id for problem in taken[50:60]] == [prompt.problem.id for prompt in again.at(50, 10)]
-    assert [problem.id for problem in taken[:10]] != [prompt.problem.id for prompt in other.take(10)]
+    assert [problem.id for problem in taken[:10]] != [prompt.problem.id for prompt in other.at(0, 10)]
 
 
 @pytest.mark.parametrize(

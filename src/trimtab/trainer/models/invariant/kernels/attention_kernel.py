@@ -213,12 +213,8 @@ def _attend(
             rows = rows.to(tl.float32)
         base = tl.load(prompt_seen + sequence)
         own = tl.load(response_seen + sequence)
-        in_prompt = own == 0
-        seen_prompt = base + tl.where(in_prompt, token, 0)
-        seen_response = tl.where(in_prompt, 0, own + token)
-        last = tl.minimum(begin + tokens, count) - 1
-        keys_prompt = base + tl.where(in_prompt, last, 0)
-        keys_response = tl.where(in_prompt, 0, own + last)
+        seen_prompt, seen_response = _seen(base, own, token)
+        keys_prompt, keys_response = _seen(base, own, tl.minimum(begin + tokens, count) - 1)
         from_key = _start(prompt_key, prompt_key_start + sequence, key_head * prompt_key_head)
         from_value = _start(prompt_value, prompt_value_start + sequence, key_head * prompt_value_head)
         own_key = _start(response_key, response_key_start + sequence, key_head * response_key_head)
@@ -279,6 +275,17 @@ def _add(
 
 
 # fmt: on
+
+
+@jit()
+@no_type_check
+def _seen(prompt, response, further):
+    """Returns the numbers of keys of the prompt and of the response that a query attends to.
+
+    `prompt`, `response`: those of the first query of the sequence. `further`: queries between it and this one.
+    """
+    in_prompt = response == 0
+    return prompt + tl.where(in_prompt, further, 0), tl.where(in_prompt, 0, response + further)
 
 
 @jit()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from trimtab.monitor.collapse_signs import Sign
 from trimtab.trainer.config import load_config
-from trimtab.trainer.guard import Guard
-from trimtab.trainer.guard.guard import LOST
-from trimtab.trainer.guard.history import CONTINUES_FROM, KeptSteps
+from trimtab.trainer.guard import CONTINUES_FROM, LOST, Guard, KeptSteps
 
 
 def test_steps_without_a_signal_are_counted_over_a_return() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trimtab.trainer.guard.history import CONTINUES_FROM, KeptSteps
+from trimtab.trainer.guard import CONTINUES_FROM, KeptSteps
 
 
 def row(step: int, **metrics: Any) -> dict[str, Any]:
