@@ -396,16 +396,14 @@ def state(folder: Path) -> list[str]:
 
 def monitored(folder: Path) -> dict[str, Any]:
     """Weights and log after three updates with and without `monitor=True`."""
-    result = {}
+    runs = []
     for monitor in (True, False):
-        own = {"objective": "icepop", "monitor": monitor}
-        trainer = build(GRPOTrainer, folder, steps=3, own=own)
+        trainer = build(GRPOTrainer, folder, steps=3, own={"objective": "icepop", "monitor": monitor})
         trainer.train()
-        logged = [row for row in trainer.state.log_history if "reward" in row]
-        result[monitor] = ([one.detach().clone() for one in trainer.model.parameters()], logged)
-    (ours, seen), (plain, log) = result[True], result[False]
+        runs.append((trainer.model.parameters(), [row for row in trainer.state.log_history if "reward" in row]))
+    (ours, seen), (plain, log) = runs
     return {
-        "same": all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)),
+        "same": all(map(torch.equal, ours, plain)),
         "loss": [[row["loss"], row["grad_norm"]] for row in seen] == [[row["loss"], row["grad_norm"]] for row in log],
         "k3": [row["trimtab/mismatch/k3"] for row in seen],
         "added": sorted(seen[0].keys() - log[0].keys()),
@@ -437,8 +435,7 @@ def unguarded(folder: Path) -> dict[str, Any]:
     for kind, own in ((PlainTrainer, {}), (GRPOTrainer, {"guard": Guard(every=2)})):
         trainer = build(kind, folder, steps=10, own=own, num_iterations=2)
         trainer.train()
-        weights = [value.detach().clone() for value in trainer.model.parameters()]
-        runs.append((without_times(trainer), weights, torch.get_rng_state()))
+        runs.append((without_times(trainer), trainer.model.parameters(), torch.get_rng_state()))
     (log, weights, random), (ours, other, after) = runs
     return {
         "log": [{key: row[key] for key in plain} for plain, row in zip(log, ours, strict=True)] == log,

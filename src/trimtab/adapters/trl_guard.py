@@ -41,9 +41,8 @@ class Guard:
     and goes on. TRL counts steps on: a run is not longer. After `times` returns it puts the weights back and stops.
 
     on: what is watched: "reward" (which needs `logging_steps=1`), "ess", "length", "mismatch" and "nonfinite" losses.
-    every: optimizer steps between copies of weights and optimizer in the CPU's memory; times the updates that a
-    generation serves, because a sign needs 20 generations. Up to 20 / `every` + 2 are kept (with AdamW each has three
-    times the trained weights). Where several processes train, or with DeepSpeed or FSDP,
+    every: generations between copies of weights and optimizer in the CPU's memory. Up to 20 / `every` + 2 are kept
+    (with AdamW each has three times the trained weights). Where several processes train, or with DeepSpeed or FSDP,
     there are no copies: training stops at a sign, and the warning names the checkpoint of TRL to go on from.
 
     Raises `TrimtabError` for numbers outside their range and for what cannot be watched.
@@ -86,11 +85,10 @@ class ReturnAtSign(TrainerCallback):
         trainer = self._trainer
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         self._is_whole = trainer.accelerator.num_processes == 1 and not sharded
-        settings = trainer.args
-        updates = getattr(settings, "steps_per_generation", 1) * getattr(settings, "num_iterations", 1)
-        self._every = self._guard.every * max(1, updates // settings.gradient_accumulation_steps)
-        if "reward" in self._guard.on and (settings.logging_strategy != "steps" or settings.logging_steps != 1):
-            self._say("guard: the reward is not watched, because TRL does not log each step: set logging_steps=1", state)
+        updates = getattr(trainer.args, "steps_per_generation", 1) * getattr(trainer.args, "num_iterations", 1)
+        self._every = self._guard.every * max(1, updates // trainer.args.gradient_accumulation_steps)
+        if "reward" in self._guard.on and trainer.args.logging_steps != 1:
+            self._say("guard: the reward is not watched, as TRL does not log every step: set logging_steps=1", state)
         self._returns, self._judged = 0, state.global_step - 1
         self._finite: Tensor | None = None
         self._steps: list[Step] = []
