@@ -103,17 +103,8 @@ def build(
         "logging_steps": 1,
         **options,
     }
-    arguments = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        seed=0,
-        **settings,
-    )
+    settings |= {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
+    arguments = GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, seed=0, **settings)
     data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS * 16])
     kind.seen = []  # type: ignore[attr-defined]
     return kind(
@@ -203,16 +194,8 @@ def kl(folder: Path) -> dict[str, dict[str, float]]:
     for corrected, kind in ((False, "k3"), (True, "unbiased")):
         built = objective("grpo", aggregation="token-mean", kl=kind, kl_coef=0.1)
         for iterations in (1, 3):
-            trainer = build(
-                Exact,
-                folder,
-                steps=6,
-                own={"objective": built},
-                reference=path,
-                beta=0.1,
-                use_bias_correction_kl=corrected,
-                num_iterations=iterations,
-            )
+            options = {"beta": 0.1, "use_bias_correction_kl": corrected, "num_iterations": iterations}
+            trainer = build(Exact, folder, steps=6, own={"objective": built}, reference=path, **options)
             result[f"{kind}, {iterations}"] = trained(trainer, "dapo")
     return result
 
@@ -264,8 +247,7 @@ def presets(folder: Path) -> dict[str, dict[str, float]]:
 def planted(folder: Path) -> dict[str, float]:
     """The largest difference when our clip bound is another one."""
     own = {"objective": objective("grpo", aggregation="token-mean", clip_low=0.1)}
-    trainer = build(Compared, folder, steps=6, own=own, num_iterations=3)
-    return trained(trainer)
+    return trained(build(Compared, folder, steps=6, own=own, num_iterations=3))
 
 
 def unscored(folder: Path) -> dict[str, Any]:
@@ -549,36 +531,28 @@ def _refused(folder: Path) -> Iterator[str]:
         ({"objective": objective("grpo", kl_coef=0.1)}, {}),
         ({"objective": objective("grpo", kl_coef=0.1)}, {"beta": 0.1, "use_bias_correction_kl": True}),
         ({"objective": objective("grpo", kl_coef=0.1, kl="unbiased")}, {"beta": 0.1, "use_bias_correction_kl": False}),
-        ({"objective": "dr-grpo"}, {}),
+        ({"objective": objective("dr-grpo", length_max=8)}, {}),
     ]
     for own, options in cases:
-        try:
-            if own["objective"] == "dr-grpo":
-                own["objective"] = objective("dr-grpo", length_max=8)
-            build(GRPOTrainer, folder, steps=1, own=own, reference=reference, **options)
-        except TrimtabError as error:
-            yield str(error)
-        else:
-            yield "accepted"
+        yield refusal(build, GRPOTrainer, folder, steps=1, own=own, reference=reference, **options)
     # Without a sampler that reports log-probs: said before a model is loaded, as this one cannot be.
     plain = GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none")
     for own in ({"objective": "icepop"}, {"objective": "grpo", "dump": folder / "logps"}):
-        try:
-            GRPOTrainer("no/such-model", digits, plain, **own)
-        except TrimtabError as error:
-            yield str(error)
+        yield refusal(GRPOTrainer, "no/such-model", digits, plain, **own)
     # A rollout function may return none: nothing is written that `diagnose` could not read.
     own = {"objective": "grpo", "dump": folder / "logps"}
     trainer = build(GRPOTrainer, folder, steps=1, own=own, rollout=without_log_probs)
-    try:
-        trainer.train()
-    except TrimtabError as error:
-        yield f"{error} ({(folder / 'logps').exists()})"
+    yield f"{refusal(trainer.train)} ({(folder / 'logps').exists()})"
     sys.modules["unsloth"] = ModuleType("unsloth")
+    yield refusal(build, GRPOTrainer, folder, steps=1, own={"objective": "grpo"})
+
+
+def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     try:
-        build(GRPOTrainer, folder, steps=1, own={"objective": "grpo"})
+        function(*args, **kwargs)
     except TrimtabError as error:
-        yield str(error)
+        return str(error)
+    return "accepted"
 
 
 def options(_: Path) -> dict[str, list[str]]:
