@@ -109,6 +109,16 @@ def replace_file(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[Path]:
+    """Yields `path`, and raises `TrimtabError` where the block cannot write `what` there."""
+    try:
+        yield path
+    except OSError as error:
+        advice = "free space there, or give another folder"
+        raise TrimtabError(f"{what} cannot be written to {path} ({error}): {advice}") from error
+
+
 class Unpacked(io.RawIOBase):
     """The content of a gzipped file. Raises `TrimtabError` where it is many times larger than the file."""
 

@@ -12,7 +12,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.files import replace_file
+from trimtab.files import replace_file, writing
 from trimtab.objectives import PolicyLogps
 from trimtab.text import json_value
 
@@ -100,21 +99,10 @@ class Dump:
             warnings.warn(text, TrimtabWarning, stacklevel=3)
 
     def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
-        with _writing(self.folder / name) as path:
+        with writing(self.folder / name, "log-probs") as path:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, "".join(json.dumps(row) + "\n" for row in batch).encode())
         return path
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    """Raises `TrimtabError` where the block cannot write."""
-    try:
-        yield path
-    except OSError as error:
-        raise TrimtabError(
-            f"log-probs cannot be written to {path} ({error}): free space there, or give dump another folder"
-        ) from error
 
 
 def _holds(folder: Path, step: int, rank: int) -> bool:
@@ -126,11 +114,6 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
     later = [(path, int(name[2])) for path, name in names if name and int(name[1]) >= step]
     if not later or any(other == rank for _, other in later):
         return bool(later)
-    started = _STARTED + _clock_difference(folder)
-    return any(path.stat().st_mtime < started for path, _ in later)
-
-
-def _clock_difference(folder: Path) -> float:
-    """Returns by how many seconds the clock that dates files there, which may be a server's, is ahead of this one."""
-    with _writing(folder), tempfile.TemporaryFile(dir=folder) as file:
-        return os.fstat(file.fileno()).st_mtime - time.time()
+    with writing(folder, "log-probs"), tempfile.TemporaryFile(dir=folder) as file:
+        ahead = os.fstat(file.fileno()).st_mtime - time.time()  # of the clock that dates files, which may be a server's
+    return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)

@@ -41,7 +41,7 @@ class Guard:
     and goes on. TRL counts steps on: a run is not longer. After `times` returns it puts the weights back and stops.
 
     on: what is watched: "reward" (which needs `logging_steps=1`), "ess", "length", "mismatch" and "nonfinite" losses.
-    every: optimizer steps between copies of weights and optimizer in the CPU's memory. Up to 20 / `every` + 2 are kept
+    every: generations between copies of weights and optimizer in the CPU's memory. Up to 20 / `every` + 2 are kept
     (with AdamW each has three times the trained weights). Where several processes train, or with DeepSpeed or FSDP,
     there are no copies: training stops at a sign, and the warning names the checkpoint of TRL to go on from.
 
@@ -85,6 +85,10 @@ class ReturnAtSign(TrainerCallback):
         trainer = self._trainer
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         self._is_whole = trainer.accelerator.num_processes == 1 and not sharded
+        updates = getattr(trainer.args, "steps_per_generation", 1) * getattr(trainer.args, "num_iterations", 1)
+        self._every = self._guard.every * max(1, updates // trainer.args.gradient_accumulation_steps)
+        if "reward" in self._guard.on and trainer.args.logging_steps != 1:
+            self._say("guard: the reward is not watched, as TRL does not log every step: set logging_steps=1", state)
         self._returns, self._judged = 0, state.global_step - 1
         self._finite: Tensor | None = None
         self._steps: list[Step] = []
@@ -106,7 +110,7 @@ class ReturnAtSign(TrainerCallback):
         sign = self._sign(state.global_step)
         if sign is not None:
             self._act(sign, args, state, control)
-        elif self._is_whole and state.global_step % self._guard.every == 0:
+        elif self._is_whole and state.global_step % self._every == 0:
             self._snapshots.append(self._snapshot(state.global_step))
             needed = needed_snapshots([one.step for one in self._snapshots], trusted_step(self._steps))
             self._snapshots = [one for one in self._snapshots if one.step in needed]

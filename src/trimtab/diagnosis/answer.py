@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from trimtab.diagnosis.advice.rules import FEWEST_TOKENS
 from trimtab.diagnosis.figures import format_interval, interval_of, overrides_text, range_text, with_interval
 from trimtab.diagnosis.hotspots import hotspots
 from trimtab.diagnosis.known_faults import matches
@@ -125,6 +126,8 @@ class Diagnosis:
         nothing = (
             cause_text(None) if kind == "healthy" else "k3 is outside its healthy range, in too few tokens to tell why"
         )
+        if kind == "healthy" and recommended.preset != "grpo" and origin.trained < FEWEST_TOKENS:
+            nothing = f"{format_count(origin.trained, 'trained token')}: too few to tell whether both sides agree"
         wrong = next((finding.detail for finding in findings if finding.status == "fail"), nothing)
         texts = [cause_text(cause) for cause in causes] or [wrong]
         named = [(label, f"{text}.") for label, text in zip(("", "Also"), texts, strict=False)]
@@ -141,7 +144,7 @@ class Diagnosis:
         return Answer(
             severity=severity,
             kind=kind,
-            cause=cause_text(causes[0] if causes else None),
+            cause=texts[0],
             verdict=(*named, ("First", first)),
             read=read_text(origin),
             size=_size_text(measured),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, GuardStop, Status, TrimtabError, TrimtabWarning, did_you_mean
+from trimtab.files import writing
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.collapse_signs import WATCHED, first_sign
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
@@ -118,7 +119,7 @@ class Monitor:
         response_ids: (batch, time). grad_norm: that of the step before.
 
         Alarms are judged when a step is complete: at the first call of the next one. All ranks call it alike. Raises
-        `ValueError` for what is not a tensor or number, or of another shape, kind or device, `GuardStop` for `stop_on`.
+        `ValueError` for another type, shape or device, `TrimtabError` if it cannot write, `GuardStop` for `stop_on`.
         """
         step = _whole("step", step)
         if step % self._every:
@@ -211,7 +212,8 @@ class Monitor:
     def _write_sample(self, out: Path, *, whole: bool) -> None:
         if len(self._sample):
             path = out / ("sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl")
-            (self._sample.write if whole else self._sample.flush)(path)
+            with writing(path, "figures"):
+                (self._sample.write if whole else self._sample.flush)(path)
 
     def _finish(self) -> None:
         assert self._current is not None
@@ -234,7 +236,8 @@ class Monitor:
             self._write_sample(self._out, whole=False)
         if self._out is not None and self._rank == 0:
             row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
-            with (self._out / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            path = self._out / "metrics.jsonl"
+            with writing(path, "figures"), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(json_value(row)) + "\n")
         if self._stop_on and not self._stopped:
             self._stopped = self._reason_to_stop()
@@ -292,7 +295,8 @@ def _new_folder(folder: Path) -> Path:
     while any(new.glob("metrics.jsonl")) or any(new.glob("sample*.jsonl")):
         number += 1
         new = folder.with_name(f"{folder.name}_{number}")  # `trimtab diagnose` reads all that is in a folder
-    new.mkdir(parents=True, exist_ok=True)
+    with writing(new, "figures"):
+        new.mkdir(parents=True, exist_ok=True)
     return new
 
 

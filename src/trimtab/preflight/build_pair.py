@@ -38,7 +38,10 @@ def pair_config(
     if urls:
         chosen.append(f"engine.server.urls={json.dumps(list(urls))}")
     recipe: Any = model if is_recipe(model) else {"model": {"path": model}}
-    return load_config(recipe, [*chosen, *sets])
+    config = load_config(recipe, [*chosen, *sets])
+    if urls and config.engine.type != "server":
+        raise TrimtabError(f"--url is where servers run, and the sampler is {config.engine.type}: add --sampler server")
+    return config
 
 
 def default_bound(config: Config, trainer: str) -> float:

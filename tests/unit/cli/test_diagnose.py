@@ -55,6 +55,14 @@ def test_json_and_page(files: list[Path], tmp_path: Path, capsys: pytest.Capture
     assert printed.err == ""
 
 
+def test_a_few_tokens_are_not_called_agreement(tmp_path: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"logp_behavior": [-1.0], "logp_proximal": [-1.1]}\n')
+    answer = trimtab.diagnose(path).answer
+    assert answer.cause == "1 trained token: too few to tell whether both sides agree"
+    assert answer.verdict[0] == ("", f"{answer.cause}.")
+
+
 def test_columns_of_other_names_give_the_same_figures(
     files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_each_line_is_printed_when_its_check_ends(
         (["--trainer", "transformers", "--set", "numerics=invariant"], "use --trainer trimtab"),
         (["--lengths"], "--lengths names nothing"),
         (["--sampler", "server"], "engine.server.urls"),
+        (["--url", "http://127.0.0.1:8000"], "the sampler is embedded: add --sampler server"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

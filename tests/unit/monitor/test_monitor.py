@@ -235,6 +235,19 @@ def test_a_second_trainer_begins_a_new_run(tmp_path: Path) -> None:
         assert len((tmp_path / "logs_3" / name).read_text().splitlines()) == count
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
+    for name in ("metrics", "sample"):
+        monitor, path = Monitor(tmp_path / name), tmp_path / name / f"{name}.jsonl"
+        monitor.observe(**batch(0))
+        path.mkdir()
+        with pytest.raises(TrimtabError, match=rf"figures cannot be written to {path} \(.*: free space there"):
+            monitor.observe(**batch(1))
+        path.rmdir()
+        monitor.close()
+        with pytest.raises(TrimtabError, match=r"sample.jsonl/logs .*: free space there"):
+            Monitor(tmp_path / name / "sample.jsonl" / "logs")
+
+
 LOW = 8
 """Step from which the effective sample size of `collapsing` is low."""
 
