@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from grid import Cell, by_seed, mean_and_range, run, table
+from grid import Cell, by_seed, log_ratios, mean_and_range, run, table
 from shared import options_of
 from trimtab.diagnosis.tokens import k3
-from trimtab.runs import trajectories
 from trimtab.runs.directory import read_metrics
 from trimtab.trainer.lab.regimes import regime
 
@@ -193,7 +192,10 @@ def length_rows(_: Results, seeds: Sequence[int], out: Path) -> Table:
         folders = [out / f"lengths/{arm}/seed{seed}" for seed in seeds]
         runs = [read_metrics(folder / "metrics.jsonl") for folder in folders]
         rewards = [mean_and_range([at_end(steps, f"mixture/{n}/reward") for steps in runs]) for n in LENGTHS]
-        ratios = log_ratios(folders)
+        ratios: dict[int, list[np.ndarray]] = {n: [] for n in LENGTHS}
+        for row in log_ratios(file for folder in folders for file in (folder / "trajectories").glob("step-*.parquet")):
+            if len(row) in ratios:
+                ratios[len(row)].append(row)
         sizes = [f"{mean(float(k3(row).mean()) for row in ratios[n]):.1e}" for n in LENGTHS]
         for mask in [arm] if arm in BANDS else BANDS:
             shares = [kept_share(ratios[n], mask) for n in LENGTHS]
@@ -202,18 +204,6 @@ def length_rows(_: Results, seeds: Sequence[int], out: Path) -> Table:
             rows.append([name, *sizes, *(f"{share:.2f}" for share in shares), *rewards])
     of = {"k3": LENGTHS, "kept": (*LENGTHS, "all"), "reward": LENGTHS}
     return ["mask", *(f"{what} at {n}" for what, lengths in of.items() for n in lengths)], rows
-
-
-def log_ratios(folders: Sequence[Path]) -> dict[int, list[np.ndarray]]:
-    """Length -> log-probs of the trainer minus the sampler's, of each stored response of so many tokens."""
-    found: dict[int, list[np.ndarray]] = {n: [] for n in LENGTHS}
-    for file in (file for folder in folders for file in (folder / "trajectories").glob("step-*.parquet")):
-        for row in trajectories.read(file):
-            trainer = row.logp_current if row.logp_proximal is None else row.logp_proximal
-            assert trainer is not None
-            if len(trainer) in found:
-                found[len(trainer)].append((trainer - row.trajectory.completion.logp_behavior).astype(np.float64))
-    return found
 
 
 def kept_share(ratios: Sequence[np.ndarray], mask: str) -> float:

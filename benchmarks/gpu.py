@@ -144,7 +144,8 @@ def tests(session: Session) -> str:
 
 def step(session: Session, tokens: int) -> dict[str, Any]:
     """Our step and TRL's, three after a warm-up each, and the seconds of the products of the update."""
-    from trainer_step import PROMPTS, SAMPLES, products_alone
+    from products import products_alone
+    from trainer_step import PROMPTS, SAMPLES
 
     sizes = {"trainer": {"prompts": PROMPTS}}
     result = {"trimtab": steps(session, "trimtab", tokens, sizes)}
@@ -168,11 +169,14 @@ def steps(session: Session, side: str, tokens: int, variant: dict[str, Any]) -> 
 
 
 def profile(session: Session) -> dict[str, Any]:
-    """What the second step of 512 tokens spends its time on, by PyTorch's profiler."""
-    file = session.out / "profile.json"
-    variant = {"profile": str(file), "trace": str(session.out / "trace.json")}
-    steps(session, "trimtab", tokens_of(session, 512), variant)
-    return json.loads(file.read_text())
+    """What the third step of 512 tokens spends its time on, by PyTorch's profiler."""
+    from trainer_step import Worker
+
+    variant = {"trace": str(session.out / "trace.json")}
+    worker = Worker(sys.executable, "trimtab", str(session.model), tokens_of(session, 512), variant)
+    facts = [worker.step(word) for word in ("step", "step", "profile")]
+    worker.close()
+    return facts[-1]["profile"]
 
 
 def decoding(session: Session) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import TrimtabError
+from trimtab.runs import trajectories
 from trimtab.runs.atomic import locked
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.display import RunsDisplay, open_display
@@ -75,6 +76,14 @@ def _evaluate(job: tuple[Path, Config, int, int]) -> str:
         [measured] = evaluation.compare([str(model)], [config.task.name], settings).measured.values()
     (folder / PASSES).write_text(json.dumps({str(k): one.value for k, one in measured.pass_estimates.items()}))
     return folder.name
+
+
+def log_ratios(files: Iterable[Path]) -> Iterator[np.ndarray]:
+    """Yields the log-probs of the trainer minus the sampler's, of each stored response that the trainer scored."""
+    for row in (row for file in files for row in trajectories.read(file)):
+        trainer = row.logp_current if row.logp_proximal is None else row.logp_proximal
+        if trainer is not None:
+            yield (trainer - row.trajectory.completion.logp_behavior).astype(np.float64)
 
 
 def mean_and_range(values: Sequence[float]) -> str:

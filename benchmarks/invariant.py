@@ -9,14 +9,14 @@ instructions. Each figure is a median over rounds. Target: a whole step in at mo
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from generation import SAMPLES, case, make_prompts
-from shared import options_of
+from shared import alternate, medians, options_of
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import invariant
 from trimtab.trainer.models.load import load
@@ -37,23 +37,23 @@ class Side:
             invariant.make_invariant(self.model)
         self.engine = EmbeddedEngine(self.model, tokenizer, dtype)
         self.tokenizer = tokenizer
+        self.groups: list[list[Completion]] = []
+        self.worst = 0.0  # largest difference to the log-probs that the completions carry
         self.model.train()
 
-    def sample(self, prompts: Sequence[Prompt], tokens: int) -> list[list[Completion]]:
-        return self.engine.generate(prompts, SAMPLES, SamplingParams(max_tokens=tokens, ignore_stop=True), seed=0)
+    def sample(self, prompts: Sequence[Prompt], tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, ignore_stop=True)
+        self.groups = self.engine.generate(prompts, SAMPLES, sampling, seed=0)
 
-    def train(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> float:
-        """Largest difference to the log-probs that the completions carry."""
-        worst = 0.0
-        for prompt, group in zip(prompts, groups, strict=True):
+    def train(self, prompts: Sequence[Prompt]) -> None:
+        for prompt, group in zip(prompts, self.groups, strict=True):
             batch = TokenBatch.pack([prompt.ids], [one.response_ids for one in group], [0] * len(group), pad_id=0)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
                 logp = score(self.model, batch).logp
             logp.mean().backward()
             theirs = torch.stack([torch.from_numpy(one.logp_behavior) for one in group])
-            worst = max(worst, float((logp.detach() - theirs).abs().max()))
+            self.worst = max(self.worst, float((logp.detach() - theirs).abs().max()))
         self.model.zero_grad()
-        return worst
 
 
 def main() -> None:
@@ -67,37 +67,24 @@ def main() -> None:
     sides = {name: Side(options.model, name, getattr(torch, options.dtype)) for name in ("native", "invariant")}
     for rows, tokens in options.cases:
         prompts = make_prompts(sides["native"].tokenizer, rows // SAMPLES)
-        report(rows, tokens, *measure(sides, prompts, tokens, options.rounds, clock))
-
-
-def measure(
-    sides: dict[str, Side], prompts: list[Prompt], tokens: int, rounds: int, clock: Callable[[], float]
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
-    sampling: dict[str, list[float]] = {name: [] for name in sides}
-    training: dict[str, list[float]] = {name: [] for name in sides}
-    worst = dict.fromkeys(sides, 0.0)
-    for _ in range(rounds + 1):
+        runs: dict[str, Callable[[], None]] = {}
         for name, side in sides.items():
-            start = clock()
-            groups = side.sample(prompts, tokens)
-            between = clock()
-            worst[name] = max(worst[name], side.train(prompts, groups))
-            sampling[name].append(between - start)
-            training[name].append(clock() - between)
-    # The first round compiles kernels.
-    return {k: v[1:] for k, v in sampling.items()}, {k: v[1:] for k, v in training.items()}, worst
+            side.worst = 0.0
+            runs[f"{name} sampling"] = partial(side.sample, prompts, tokens)
+            runs[f"{name} training"] = partial(side.train, prompts)
+        seconds = alternate(runs, options.rounds, clock)
+        worst = ", ".join(f"{name} {side.worst:.3g}" for name, side in sides.items())
+        print(f"{rows} responses of {tokens} tokens; largest |log mu - log pi|: {worst}")
+        report(seconds)
 
 
-def report(
-    rows: int, tokens: int, sampling: dict[str, list[float]], training: dict[str, list[float]], worst: dict[str, float]
-) -> None:
-    print(
-        f"{rows} responses of {tokens} tokens; largest |log mu - log pi|: native {worst['native']:.3g}, invariant "
-        f"{worst['invariant']:.3g}"
-    )
-    whole = {name: [a + b for a, b in zip(sampling[name], training[name], strict=True)] for name in sampling}
-    for what, seconds in (("sampling", sampling), ("training", training), ("step", whole)):
-        native, other = (statistics.median(seconds[name]) for name in ("native", "invariant"))
+def report(seconds: dict[str, list[float]]) -> None:
+    for name in ("native", "invariant"):
+        parts = seconds[f"{name} sampling"], seconds[f"{name} training"]
+        seconds[f"{name} step"] = list(map(sum, zip(*parts, strict=True)))
+    median = medians(seconds)
+    for what in ("sampling", "training", "step"):
+        native, other = median[f"native {what}"], median[f"invariant {what}"]
         target = f"   target <= {TARGET}" if what == "step" else ""
         print(f"  {what:9} native {native:6.2f} s   invariant {other:6.2f} s   ratio {other / native:.2f}{target}")
 

@@ -11,15 +11,14 @@ and the power of T that fits it: -.5 for independent tokens, 0 for a shift commo
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
 import numpy as np
 
-from grid import table
+from grid import log_ratios, table
+from shared import options_of
 from trimtab.diagnosis.tokens import k3
-from trimtab.runs import trajectories
 from trimtab.trainer.display import RunsDisplay, open_display
 from trimtab.trainer.lab.experiment import LONG_RECIPE, plan_experiment
 from trimtab.trainer.lab.regimes import regime
@@ -30,20 +29,10 @@ LAST = 4  # steps whose responses count
 INSIDE = 0.95
 
 
-def log_ratios(run: Path, longest: int) -> np.ndarray:
+def responses_of(run: Path, longest: int) -> np.ndarray:
     """(responses, longest): trainer minus sampler, of the responses that are long enough."""
-    found = []
-    for file in sorted((run / "trajectories").glob("step-*.parquet"))[-LAST:]:
-        for row in trajectories.read(file):
-            trainer = row.logp_current if row.logp_proximal is None else row.logp_proximal
-            sampler = row.trajectory.completion.logp_behavior
-            if trainer is not None and len(sampler) >= longest:
-                found.append((trainer - sampler)[:longest])
-    return np.stack(found).astype(np.float64)
-
-
-def power(lengths: list[int], spreads: list[float]) -> float:
-    return float(np.polyfit(np.log(lengths), np.log(spreads), 1)[0])
+    files = sorted((run / "trajectories").glob("step-*.parquet"))[-LAST:]
+    return np.stack([row[:longest] for row in log_ratios(files) if len(row) >= longest])
 
 
 def drawn(values: np.ndarray) -> np.ndarray:
@@ -57,16 +46,13 @@ def cells(values: np.ndarray, lengths: list[int]) -> list[str]:
     bounds = [np.exp(np.quantile(mean, [tail, 1 - tail])) for mean in means]
     spreads = [float(mean.std()) for mean in means]
     texts = [f"[{low:.3f}, {high:.3f}] {spread:.1e}" for (low, high), spread in zip(bounds, spreads, strict=True)]
-    return [*texts, f"{power(lengths, spreads):+.2f}"]
+    return [*texts, f"{np.polyfit(np.log(lengths), np.log(spreads), 1)[0]:+.2f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--regimes", nargs="+", default=["int4", "int3", "noise", "stale-8"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[10, 28, 64, 120])
-    parser.add_argument("--seeds", type=int, default=2)
+    lists = {"regimes": ["int4", "int3", "noise", "stale-8"], "lengths": [10, 28, 64, 120]}
+    parser = options_of(__doc__, **lists, seeds=2, out=Path("runs/mask-widths"))
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of every run")
-    parser.add_argument("--out", type=Path, default=Path("runs/mask-widths"))
     given = parser.parse_args()
     regimes = [regime(name) for name in given.regimes]
     sets = [*SETS, *given.set]
@@ -78,7 +64,7 @@ def main() -> None:
     rows = {}
     for name in given.regimes:
         folders = [Path(str(run.config.out)) for run in plan.runs if run.regime.name == name]
-        values = np.concatenate([log_ratios(folder, max(given.lengths)) for folder in folders])
+        values = np.concatenate([responses_of(folder, max(given.lengths)) for folder in folders])
         rows[name] = (values, [name, str(len(values)), f"{float(k3(values).mean()):.1e}"])
     heads = ["regime", "responses", "k3", *(f"T = {n}" for n in given.lengths), "power of T"]
     for what, order in (("first", np.asarray), ("drawn", drawn)):

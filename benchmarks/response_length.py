@@ -13,7 +13,8 @@ import statistics
 import sys
 
 from shared import options_of
-from trainer_step import SAMPLES, Worker, model_folder
+from trainer_step import SAMPLES, Worker
+from trimtab.trainer.models import bundled
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="measured steps of each length, of which the median")
     parser.add_argument("--warm", type=int, default=512, help="longest response with a warm-up step")
     arguments = parser.parse_args()
-    model = arguments.model or model_folder()
+    model = arguments.model or str(bundled.folder())
     print("| tokens a response | collect, s | update, s | step, s | step, s for 1,000 tokens | peak memory, GB |")
     print("|---|---|---|---|---|---|", flush=True)
     for length in arguments.lengths:

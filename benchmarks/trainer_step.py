@@ -11,6 +11,9 @@ where bfloat16 takes several times as long, float32 alone) and its fastest is th
 Each side lives in its own process and waits while the other steps. The first step of each is a warm-up. Figures are
 medians; the range of the ratio is over rounds; peak memory is that of the process, on a GPU that of its allocator.
 Target: at least 3x TRL's steps per second.
+
+On a CPU one more step is recorded after the last round, and each of its matrix products timed alone (`products.py`):
+their sum is the floor, which a step should take at most 1.3 times.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from shared import options_of
 
 PROMPTS, SAMPLES = 8, 8
 TRL_VARIANTS = tuple({"batch": batch, "weights": weights} for batch in (8, 64) for weights in ("float32", "bfloat16"))
@@ -47,16 +51,16 @@ def letters(text: str) -> float:
 class Commands:
     """The worker's end: wait for the word to go, report how long the step took."""
 
-    def __init__(self) -> None:
-        self._start = 0.0
-
     def ready(self, **facts: Any) -> None:
         print(ANSWER + json.dumps(facts), flush=True)
 
-    def wait(self) -> None:
-        if not sys.stdin.readline():
+    def wait(self) -> str:
+        """Returns the word to go: "step", "products" or "profile"."""
+        word = sys.stdin.readline().strip()
+        if not word:
             os._exit(0)  # the driver has seen enough; a trainer cannot be asked to stop from inside a step
         self._start = time.perf_counter()
+        return word
 
     def done(self, **facts: Any) -> None:
         import torch
@@ -113,41 +117,22 @@ def trl_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     trainer.train()
 
 
-class StepProfiler:
-    """Writes what the third step spends its time on: `variant["profile"]`, and a trace, `variant["trace"]`."""
+def profile_facts(profile: Any, wall: float, trace: str) -> dict[str, Any]:
+    """Writes the trace of a profiled step; returns its seconds, those of its kernels and the 20 slowest operations."""
+    import torch
 
-    def __init__(self, variant: dict[str, Any]) -> None:
-        self._files, self._steps, self._profile = (variant["profile"], variant["trace"]), 0, None
-
-    def begin(self) -> None:
-        from torch.profiler import profile
-
-        self._steps += 1
-        if self._steps == 3:
-            self._profile, self._start = profile(), time.perf_counter()
-            self._profile.__enter__()
-
-    def end(self) -> None:
-        import torch
-
-        if self._profile is None:
-            return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        wall = time.perf_counter() - self._start
-        self._profile.__exit__(None, None, None)
-        key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        rows = sorted(self._profile.key_averages(), key=lambda row: -getattr(row, key))
-        top = [{"name": row.key[:80], "calls": row.count, "ms": getattr(row, key) / 1e3} for row in rows[:20]]
-        busy = sum(getattr(row, key) for row in rows) / 1e6
-        Path(self._files[0]).write_text(json.dumps({"wall": wall, "busy": busy, "top": top}))
-        self._profile.export_chrome_trace(self._files[1])
-        self._profile = None
+    profile.export_chrome_trace(trace)
+    key = f"self_{'device' if torch.cuda.is_available() else 'cpu'}_time_total"
+    rows = sorted(profile.key_averages(), key=lambda row: -getattr(row, key))
+    top = [{"name": row.key[:80], "calls": row.count, "ms": getattr(row, key) / 1e3} for row in rows[:20]]
+    return {"wall": wall, "busy": sum(getattr(row, key) for row in rows) / 1e6, "top": top}
 
 
 def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     import torch
+    from torch.profiler import profile
 
+    from products import RecordedProducts
     from trimtab.objectives import objective
     from trimtab.runs.directory import RunDirectory
     from trimtab.trainer import rewards
@@ -160,19 +145,22 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     from trimtab.trainer.tasks.templates import Chat
     from trimtab.types import Problem, RewardSpec
 
-    commands, profiler = Commands(), StepProfiler(variant) if "profile" in variant else None
+    commands, watches = Commands(), {"products": lambda: RecordedProducts(loaded.model.config), "profile": profile}
 
     class Stepwise(NullObserver):
         def phase(self, name: str, *_: Any) -> None:
             if name == "collect":
-                commands.wait()
-                if profiler:
-                    profiler.begin()
+                make = watches.get(commands.wait())
+                self.watch = None if make is None else make().__enter__()
 
         def step(self, metrics: Any) -> None:
-            if profiler:
-                profiler.end()
             seen = {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
+            if self.watch is not None:
+                self.watch.__exit__(None, None, None)
+                if isinstance(self.watch, RecordedProducts):
+                    seen["products"] = self.watch.seconds()
+                else:
+                    seen["profile"] = profile_facts(self.watch, metrics["time/step"], variant["trace"])
             commands.done(length=metrics["length/mean"], **seen)
 
     problems = [Problem(str(index), question(index), "100") for index in range(64)]
@@ -191,8 +179,9 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     )
     scorer = rewards.build([spec], task)
     parts = RunParts(objective("token-tis"), task, scorer, eval_tasks(config, task, scorer, []))
+    loaded = build_model(config)
     with RunDirectory.create(Path(tempfile.mkdtemp()), config.dump()) as run:
-        trainer = build_trainer(config, parts, build_model(config), run, Stepwise())
+        trainer = build_trainer(config, parts, loaded, run, Stepwise())
         responses = trainer.collector.responses
         responses.sampling = replace(responses.sampling, ignore_stop=True)
         commands.ready(threads=torch.get_num_threads())
@@ -217,9 +206,9 @@ class Worker:
                 return json.loads(line.removeprefix(ANSWER))
         raise SystemExit(f"{self.name} stopped with exit code {self._process.wait()}")
 
-    def step(self) -> dict[str, Any]:
+    def step(self, word: str = "step") -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
         answer = self._answer()
         if answer["length"] != self._tokens:
@@ -234,6 +223,8 @@ class Worker:
 
 def fastest_trl(python: str, model: str, tokens: int, prompts: int, steps: int) -> dict[str, Any]:
     """TRL's best variant, each measured alone after one warm-up step."""
+    from products import has_bfloat16
+
     result: list[tuple[float, dict[str, Any]]] = []
     for one in TRL_VARIANTS if has_bfloat16() else TRL_FLOAT32:
         if one["batch"] > prompts * SAMPLES:
@@ -248,18 +239,14 @@ def fastest_trl(python: str, model: str, tokens: int, prompts: int, steps: int) 
     return min(result, key=lambda pair: pair[0])[1]
 
 
-def alternate(workers: list[Worker], rounds: int) -> Iterator[list[dict[str, Any]]]:
-    for worker in workers:
-        worker.step()
-    for _ in range(rounds):
-        yield [worker.step() for worker in workers]
-
-
 def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict[str, Any], micro: int | None) -> None:
+    from products import products_alone
+
     theirs = Worker(trl_python, "trl", model, tokens, variant)
     own = {"prompts": variant["prompts"]} | ({"micro_batch_tokens": micro} if micro else {})
     ours = Worker(sys.executable, "trimtab", model, tokens, {"trainer": own})
-    results = list(alternate([theirs, ours], rounds))
+    results = [[worker.step() for worker in (theirs, ours)] for _ in range(rounds + 1)][1:]
+    products = {} if results[-1][1]["gpu_peak"] else ours.step("products")["products"]
     for worker in (theirs, ours):
         worker.close()
     trl, trimtab = ([step["seconds"] for step in column] for column in zip(*results, strict=True))
@@ -272,62 +259,25 @@ def compare(trl_python: str, model: str, tokens: int, rounds: int, variant: dict
     for key in sorted(key for key in results[0][1] if key.startswith("time/") and key != "time/step"):
         print(f"  {key:<34} {statistics.median(step[key] for _, step in results):7.2f} s")
     rate, update = products_alone(model, variant["prompts"] * SAMPLES * tokens)
-    floor = update * 8 / 6  # and those of sampling, which are the forward's
-    print(f"  products of the update alone: {update:.1f} s at {rate:.0f} GFLOP/s (feed-forward's shape)")
-    shares = sorted(seconds / floor for seconds in trimtab)
-    middle = statistics.median(shares)
-    print(f"  step / floor: {middle:.2f} ({shares[0]:.2f} .. {shares[-1]:.2f}), of {floor:.1f} s of products")
+    for kind, seconds in sorted(products.items()):
+        print(f"  products alone: {kind:<25} {seconds:.2f} s")
+    floors = {"its products alone": sum(products.values())} if products else {}
+    # All products of an update, and of sampling those of the forward: 8 of 6 parts.
+    for name, floor in (floors | {f"8 x parameters x tokens at {rate:.0f} GFLOP/s": update * 8 / 6}).items():
+        shares = sorted(seconds / floor for seconds in trimtab)
+        middle = statistics.median(shares)
+        print(f"  step / floor: {middle:.2f} ({shares[0]:.2f} .. {shares[-1]:.2f}), of {floor:.1f} s, {name}")
     speed = statistics.median(trl) / statistics.median(trimtab)
     print(f"speed {speed:.2f}x TRL (range {ratios[0]:.2f} .. {ratios[-1]:.2f} over {rounds} rounds; target >= 3)")
     print(f"{theirs.facts['threads']} and {ours.facts['threads']} threads")
 
 
-def products_alone(model: str, rows: int) -> tuple[float, float]:
-    """Returns the rate of products here (GFLOP/s), in bfloat16 where the device multiplies it, else in float32.
-
-    Also the seconds that the products of an update on `rows` tokens take at this rate.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from trimtab.trainer.models.load import default_device
-    from trimtab.trainer.models.matmul import product
-
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    width, inner = loaded.config.hidden_size, loaded.config.intermediate_size
-    dtype = torch.bfloat16 if has_bfloat16() else torch.float32
-    device = default_device()
-    states, weight = (torch.randn(size, width, dtype=dtype, device=device) for size in (rows, inner))
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
-        product(states, weight)[0, 0].item()
-        seconds.append(time.perf_counter() - start)
-    rate = 2 * rows * width * inner / statistics.median(seconds)
-    parameters = sum(parameter.numel() for parameter in loaded.parameters())
-    return rate / 1e9, 6 * parameters * rows / rate  # forward, and both products of backward
-
-
-def has_bfloat16() -> bool:
-    """Whether the device multiplies bfloat16 in hardware."""
-    import torch
-
-    return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def model_folder() -> str:
-    from trimtab.trainer.models import bundled
-
-    return str(bundled.folder())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=3)
     parser.add_argument("--trl-python", default=".venv-bench/bin/python", help="interpreter that has trl==1.16.0")
     parser.add_argument("--model", help="a model folder; default: the bundled model, converted once")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="each with 8 completions")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--trl-variant", type=json.loads, help='skip the search, e.g. \'{"batch": 64, "weights": "bfloat16"}\''
     )
@@ -344,7 +294,9 @@ def main() -> None:
         raise SystemExit(
             f"{arguments.trl_python} does not exist: `make bench-install` makes an environment that has TRL"
         )
-    model = arguments.model or model_folder()
+    from trimtab.trainer.models import bundled
+
+    model = arguments.model or str(bundled.folder())
     both = arguments.trl_python, model, arguments.tokens
     given, prompts = arguments.trl_variant, arguments.prompts
     variant = given | {"prompts": prompts} if given else fastest_trl(*both, prompts, max(1, arguments.rounds // 2))

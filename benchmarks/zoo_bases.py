@@ -362,17 +362,11 @@ def measure_computed() -> None:
     save("computed/smollm2", Stream(sampled.starts, {"ids": sampled["ids"], **found}, sampled.rows))
 
 
-MEASURED: dict[str, Callable[[], None]] = {
-    "laboratory": measure_laboratory,
-    "drift": measure_drift,
-    "mixture": measure_mixture,
-    "smollm2": measure_smollm2,
-    "settings": measure_settings,
-    "tools": measure_tools,
-    "trained": measure_trained,
-    "computed": measure_computed,
-    "vllm": measure_vllm,
-}
+PARTS = (
+    *(measure_laboratory, measure_drift, measure_mixture, measure_smollm2, measure_settings),
+    *(measure_tools, measure_trained, measure_computed, measure_vllm),
+)
+MEASURED = {part.__name__.removeprefix("measure_"): part for part in PARTS}
 
 
 def main() -> None:

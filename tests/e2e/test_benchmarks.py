@@ -103,6 +103,7 @@ ROWS = {
         r"embedded-invariant \| 8 \| 16 \| 0.0e\+00 \| 0.0e\+00 \| 0.0e\+00",
     ),
     "prefixes": Row("--cases laboratory --rounds 1 --refresh 2", r"whole \(the paper\) .*x"),
+    "products": Row(library=("trainer_step", "gpu")),
     "relay": Row(
         "--out $OUT --relay step-000001 --samples 2 --problems 4 --set trainer.steps=2 checkpoint.every=1",
         r"pass@2: alone \d",
@@ -120,7 +121,7 @@ ROWS = {
     "trainer_step": Row(
         "--trl-python $BENCH --model $TINY --tokens 4 --rounds 1 "
         """--trl-variant '{"batch": 64, "weights": "float32"}'""",
-        "speed .*x TRL",
+        r"products alone: update, head +\d(?s:.*)step / floor: \d(?s:.*)speed .*x TRL",
     ),
     "turns": Row("--model $TINY --prompts 4 --samples 2 --rounds 1", "cost, .* ratio"),
     "zoo_bases": Row("--help", "without one all but vllm"),  # it replaces files of the repository
