@@ -96,8 +96,8 @@ def main() -> int:
 
 def mutants(area: str) -> Iterator[Mutant]:
     """Yields all mutants of an area, in a fixed order."""
-    for folder in AREAS[area][0]:
-        for file in sorted((ROOT / "src" / "trimtab" / folder).rglob("*.py")):
+    for place in (ROOT / "src" / "trimtab" / name for name in AREAS[area][0]):
+        for file in sorted(place.rglob("*.py")) or [place]:
             tree = ast.parse(file.read_text())
             functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
             # Every node once: a nested function is walked with each function around it.

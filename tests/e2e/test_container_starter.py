@@ -28,7 +28,7 @@ MANY_FILES = 1100  # more than `select` takes
 
 
 @pytest.fixture(autouse=True)
-def bubblewrap() -> None:
+def needs_bubblewrap() -> None:
     if missing := sandbox_unavailable("bubblewrap"):
         pytest.skip(missing)
 
