@@ -1,10 +1,10 @@
 """Judges each step, and returns to the last checkpoint from before the first sign of a collapse.
 
 A return restores weights, optimizer, schedule, random generators and features of that checkpoint, drops the responses
-that are waiting or being generated, multiplies the learning rate by `guard.lr_factor`, halves the lag of the sampler
-and gives it the restored weights. Steps are numbered on; discarded ones stay in metrics.jsonl, where the next step says
-which one it goes on from, and the run is longer by as many. Decisions follow from metrics.jsonl and the checkpoint, so
-that a run that is killed, also during a return, repeats them.
+that are waiting or being generated, multiplies the learning rate by `guard.lr_factor`, from where it falls linearly to
+0 at the end of the run, halves the lag of the sampler and gives it the restored weights. Steps are numbered on;
+discarded ones stay in metrics.jsonl, where the next step says which one it goes on from, and the run is longer by as
+many. Decisions follow from metrics.jsonl and the checkpoint: a run that is killed, also in a return, repeats them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trimtab.runs.returns import CONTINUES_FROM, EVENT, RETURNS
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
 from trimtab.trainer.guard.history import KeptSteps
+from trimtab.trainer.learner import Learner
 from trimtab.trainer.ranks import current_ranks
 
 LOST = "undelivered"
@@ -40,12 +41,13 @@ class Guarded(snapshot.TrainerState, Protocol):
 class GuardState:
     """What a checkpoint keeps of the guard.
 
-    returns: number of returns so far. discarded: steps so far that do not count. lost: those that were sampled without
-    the newest weights. marks: metrics that the next step will have. failed: the sign of a step that failed, until the
-    run returns.
+    returns: number of returns so far. decay_from: updates of the policy of the first one. discarded: steps so far that
+    do not count. lost: those that were sampled without the newest weights. marks: metrics that the next step will
+    have. failed: the sign of a step that failed, until the run returns.
     """
 
     returns: int = 0
+    decay_from: int | None = None
     discarded: int = 0
     lost: list[int] = field(default_factory=list)
     marks: dict[str, Any] = field(default_factory=dict)
@@ -64,11 +66,6 @@ class Guard:
         self._sync_every = config.trainer.sync_every or 1
         self._steps = KeptSteps(self._task)
         self.state = GuardState()
-
-    @property
-    def lr_factor(self) -> float:
-        """Factor of the learning rate."""
-        return self.config.lr_factor**self.state.returns
 
     @property
     def sync_every(self) -> int:
@@ -166,16 +163,22 @@ class Guard:
         text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {policy}"
         self._mark(text)
         self.state.marks[CONTINUES_FROM] = policy
-        trainer.learner.lr_factor = self.lr_factor
+        if self.state.returns == 1:
+            self.state.decay_from = trainer.learner.updates
+        self._lower_rate(trainer.learner)
         if self.exhausted:
             self.state.discarded += 1  # the step that logs the restored policy
             trainer.observer.message(f"{text}, for the last time")
             trainer.log_restored(self.marks())
             return True
-        lag = f" and weights are published every {self.sync_every} updates" if self._sync_every > 1 else ""
-        trainer.observer.message(f"{text}; the learning rate is {self.lr_factor:g} of the recipe's{lag}")
+        rate = f"the learning rate is {trainer.learner.lr_factor:g} of the recipe's and falls to 0"
+        lag = f"; weights are published every {self.sync_every} updates" if self._sync_every > 1 else ""
+        trainer.observer.message(f"{text}; {rate}{lag}")
         snapshot.save(trainer, {})
         return True
+
+    def _lower_rate(self, learner: Learner) -> None:
+        learner.lr_factor, learner.decay_from = self.config.lr_factor**self.state.returns, self.state.decay_from
 
     def _mark(self, text: str) -> None:
         """Adds to the event that the next step logs."""
@@ -211,5 +214,5 @@ class Guard:
     def load(self, trainer: Guarded, saved: Mapping[str, Any]) -> None:
         """Restores `state` in a resumed run."""
         self.state = GuardState(**saved)
-        trainer.learner.lr_factor = self.lr_factor
+        self._lower_rate(trainer.learner)
         trainer.source.halve_lag(self.state.returns)
