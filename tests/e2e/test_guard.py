@@ -220,9 +220,7 @@ def test_losses_that_are_not_finite_return_and_go_on(tmp_path: Path, monkeypatch
     assert rows[-1]["updates"] == 8
 
 
-def test_a_second_return_lowers_a_rate_that_falls_to_0_since_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_return_keeps_the_line_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     becomes_infinite(monkeypatch, {*range(6, 9), *range(10, 13)})  # after 6 and after 7 of 12 updates
     train(recipe(*GUARD, "trainer.steps=12", "eval.every=0", "optim.warmup=0"), out=tmp_path / "run")
     rates = [row["optim/lr"] for row in read_metrics(tmp_path / "run" / METRICS)]

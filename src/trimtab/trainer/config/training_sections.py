@@ -80,9 +80,7 @@ class GuardConfig(Section):
         "`nonfinite`; empty: nothing",
     )
     every: Count = Field(default=10, description="steps between checkpoints that the run may return to")
-    lr_factor: float = Field(
-        default=0.25, gt=0, lt=1, description="factor of the learning rate at each return; from then it falls to 0"
-    )
+    lr_factor: float = Field(default=0.25, gt=0, lt=1, description="factor of the learning rate at each return")
     times: Whole = Field(default=3, description="returns before the run stops, with the last of these checkpoints")
 
 

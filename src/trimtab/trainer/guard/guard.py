@@ -166,7 +166,7 @@ class Guard:
         if self.state.returns == 1:
             self.state.decay_from = trainer.learner.updates
         self._lower_rate(trainer.learner)
-        if self.exhausted:
+        if self.state.returns > self.config.times:
             self.state.discarded += 1  # the step that logs the restored policy
             trainer.observer.message(f"{text}, for the last time")
             trainer.log_restored(self.marks())
@@ -197,14 +197,9 @@ class Guard:
             self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])
             self._steps.leave_out(lost)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the run has returned more often than it may."""
-        return self.state.returns > self.config.times
-
     def raise_if_exhausted(self, trainer: Guarded) -> None:
         """Raises `DivergedError` after too many returns; the last one is saved."""
-        if self.exhausted:
+        if self.state.returns > self.config.times:
             last = checkpoint_folder(trainer.run.checkpoint_root, trainer.step)
             raise DivergedError(
                 f"the guard has returned {self.config.times} times, and the run failed again: {last} has the last "

@@ -36,7 +36,7 @@ class KeptSteps:
         if (start := row.get(CONTINUES_FROM)) is not None:
             self._steps = [step for step in self._steps if step.number <= start]
             self._evaluations = [one for one in self._evaluations if one.step <= start]
-            self._rebuild()
+            self._history = History(self._steps)
         (step,) = steps_of([row])
         # As metrics.jsonl has them: a resumed run must judge the same.
         step = replace(step, metrics={name: value for name, value in step.metrics.items() if math.isfinite(value)})
@@ -53,12 +53,7 @@ class KeptSteps:
         """Leaves steps out whose sampler did not have the weights that its version says."""
         if numbers:
             self._steps = [step for step in self._steps if step.number not in numbers]
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        self._history = History()
-        for step in self._steps:
-            self._history.add(step)
+            self._history = History(self._steps)
 
     @property
     def numbers(self) -> list[int]:
