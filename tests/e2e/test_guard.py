@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -153,8 +153,7 @@ def test_lost_weights_are_published_again_without_a_return(tmp_path: Path, threa
 def test_weights_that_are_lost_for_good_are_a_reason_to_return(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="the guard has returned 0 times"):
         train(recipe(*GUARD, *LOSING, "guard.times=0"), out=tmp_path / "run", engines=losing(8, for_good=True))
-    rows = read_metrics(tmp_path / "run" / METRICS)
-    assert "publication" in rows[-1]["guard/event"]
+    assert "publication" in read_metrics(tmp_path / "run" / METRICS)[-1]["guard/event"]
 
 
 AHEAD = ("engine.workers=1", "trainer.max_lag=2", "objective.name=token-tis")
@@ -199,7 +198,7 @@ def test_a_run_whose_first_step_fails_leaves_a_folder_that_can_be_used_again(tmp
     train(config, out=tmp_path / "run")
 
 
-def becomes_infinite(monkeypatch: pytest.MonkeyPatch, calls: range) -> None:
+def becomes_infinite(monkeypatch: pytest.MonkeyPatch, calls: Container[int]) -> None:
     """Plants a fault: the losses of these calls are infinite."""
     from trimtab.trainer.learner import Learner
 
@@ -219,6 +218,13 @@ def test_losses_that_are_not_finite_return_and_go_on(tmp_path: Path, monkeypatch
     assert "nonfinite" in continued["guard/event"]
     assert rows[-1]["step"] == 10, "no finished step is discarded: skipped updates changed nothing"
     assert rows[-1]["updates"] == 8
+
+
+def test_a_second_return_keeps_the_line_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    becomes_infinite(monkeypatch, {*range(6, 9), *range(10, 13)})  # after 6 and after 7 of 12 updates
+    train(recipe(*GUARD, "trainer.steps=12", "eval.every=0", "optim.warmup=0"), out=tmp_path / "run")
+    rates = [row["optim/lr"] for row in read_metrics(tmp_path / "run" / METRICS)]
+    assert [rates[5], rates[8], rates[11]] == pytest.approx([1e-4, 1e-4 / 4, 1e-4 / 16 * 5 / 6])
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,15 +302,14 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> 
         process.start()
         return process
 
+    def exit_code(process: Any) -> int:
+        process.join()
+        return process.exitcode
+
     whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random(1)
-    process = child(whole)
-    process.join()
-    assert process.exitcode == 0
-    process = child(killed, dies_in_return=True)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    kills = 1
-    while kills < 10:
+    assert exit_code(child(whole)) == 0
+    assert exit_code(child(killed, dies_in_return=True)) == -signal.SIGKILL
+    for _ in range(9):
         process = child(killed)
         before = (killed / METRICS).stat().st_size if (killed / METRICS).exists() else 0
         steps = rng.randint(0, 3)
@@ -316,10 +321,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> 
         assert process.exitcode is None, "there must be something to kill"
         process.kill()
         process.join()
-        kills += 1
-    process = child(killed)
-    process.join()
-    assert process.exitcode == 0
+    assert exit_code(child(killed)) == 0
     assert untimed(killed) == untimed(whole)
     one, other = weights(killed), weights(whole)
     assert all(torch.equal(one[name], other[name]) for name in other)

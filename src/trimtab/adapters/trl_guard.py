@@ -182,9 +182,7 @@ class ReturnAtSign(TrainerCallback):
         trainer.drop_responses()
         self._snapshots = [one for one in self._snapshots if one.step <= snapshot.step]
         self._steps = [one for one in self._steps if one.number < snapshot.step]
-        self._history = History()
-        for one in self._steps:
-            self._history.add(one)
+        self._history = History(self._steps)
         self._judged = step - 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
@@ -145,11 +145,13 @@ def lasting_alarms(steps: Sequence[Step]) -> list[Alarm]:
 class History:
     """The steps of a run that the rules read: the first, the newest, and between them those of the best reward."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Iterable[Step] = ()) -> None:
         self.count = 0
         self.newest: deque[Step] = deque(maxlen=KEPT)
         self._first: list[Step] = []
         self._best: tuple[float, int, list[Step]] = (-math.inf, 0, [])  # mean reward, place of the first step, steps
+        for step in steps:
+            self.add(step)
 
     def add(self, step: Step) -> None:
         self.newest.append(step)

@@ -87,10 +87,7 @@ def _since_the_start(name: str, steps: Sequence[Step]) -> bool:
 
 def accuracy_falls(evaluations: Sequence[Evaluation]) -> Sign | None:
     """The last evaluation is below the best one: the 99% interval of the difference excludes 0 (Newcombe 1998)."""
-    if len(evaluations) < 2:
-        return None
-    *earlier, last = evaluations
-    best = max(earlier, key=lambda one: one.accuracy)
+    best, last = max(evaluations, key=lambda one: one.accuracy), evaluations[-1]
     if not least_fall(best.accuracy, last.accuracy, last.problems, LEVEL_99) > 0:
         return None
     detail = (

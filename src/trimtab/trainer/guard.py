@@ -1,10 +1,10 @@
 """`[guard]`: judges each step, and returns to the last checkpoint from before the first sign of a collapse.
 
 A return restores weights, optimizer, schedule, random generators and features of that checkpoint, drops the responses
-that are waiting or being generated, multiplies the learning rate by `guard.lr_factor`, halves the lag of the sampler
-and gives it the restored weights. Steps are numbered on; discarded ones stay in metrics.jsonl, where the next step says
-which one it goes on from, and the run is longer by as many. Decisions follow from metrics.jsonl and the checkpoint, so
-that a run that is killed, also during a return, repeats them.
+that are waiting or being generated, multiplies the learning rate by `guard.lr_factor`, from where it falls linearly to
+0 at the end of the run, halves the lag of the sampler and gives it the restored weights. Steps are numbered on;
+discarded ones stay in metrics.jsonl, where the next step says which one it goes on from, and the run is longer by as
+many. Decisions follow from metrics.jsonl and the checkpoint: a run that is killed, also in a return, repeats them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trimtab.runs.layout import checkpoint_folder, checkpoint_step
 from trimtab.runs.reader import CONTINUES_FROM, EVENT, RETURNS
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
+from trimtab.trainer.learner import Learner
 from trimtab.trainer.ranks import current_ranks
 
 LOST = "undelivered"
@@ -44,12 +45,13 @@ class Guarded(snapshot.TrainerState, Protocol):
 class GuardState:
     """What a checkpoint keeps of the guard.
 
-    returns: number of returns so far. discarded: steps so far that do not count. lost: those that were sampled without
-    the newest weights. marks: metrics that the next step will have. failed: the sign of a step that failed, until the
-    run returns.
+    returns: number of returns so far. decay_from: updates of the policy of the first one. discarded: steps so far that
+    do not count. lost: those that were sampled without the newest weights. marks: metrics that the next step will
+    have. failed: the sign of a step that failed, until the run returns.
     """
 
     returns: int = 0
+    decay_from: int | None = None
     discarded: int = 0
     lost: list[int] = field(default_factory=list)
     marks: dict[str, Any] = field(default_factory=dict)
@@ -68,11 +70,6 @@ class Guard:
         self._sync_every = config.trainer.sync_every or 1
         self._steps = KeptSteps(self._task)
         self.state = GuardState()
-
-    @property
-    def lr_factor(self) -> float:
-        """Factor of the learning rate."""
-        return self.config.lr_factor**self.state.returns
 
     @property
     def sync_every(self) -> int:
@@ -170,16 +167,22 @@ class Guard:
         text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {policy}"
         self._mark(text)
         self.state.marks[CONTINUES_FROM] = policy
-        trainer.learner.lr_factor = self.lr_factor
-        if self.exhausted:
+        if self.state.returns == 1:
+            self.state.decay_from = trainer.learner.updates
+        self._lower_rate(trainer.learner)
+        if self.state.returns > self.config.times:
             self.state.discarded += 1  # the step that logs the restored policy
             trainer.observer.message(f"{text}, for the last time")
             trainer.log_restored(self.marks())
             return True
-        lag = f" and weights are published every {self.sync_every} updates" if self._sync_every > 1 else ""
-        trainer.observer.message(f"{text}; the learning rate is {self.lr_factor:g} of the recipe's{lag}")
+        rate = f"the learning rate is {trainer.learner.lr_factor:g} of the recipe's and falls to 0"
+        lag = f"; weights are published every {self.sync_every} updates" if self._sync_every > 1 else ""
+        trainer.observer.message(f"{text}; {rate}{lag}")
         snapshot.save(trainer, {})
         return True
+
+    def _lower_rate(self, learner: Learner) -> None:
+        learner.lr_factor, learner.decay_from = self.config.lr_factor**self.state.returns, self.state.decay_from
 
     def _mark(self, text: str) -> None:
         """Adds to the event that the next step logs."""
@@ -198,14 +201,9 @@ class Guard:
             self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])
             self._steps.leave_out(lost)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the run has returned more often than it may."""
-        return self.state.returns > self.config.times
-
     def raise_if_exhausted(self, trainer: Guarded) -> None:
         """Raises `DivergedError` after too many returns; the last one is saved."""
-        if self.exhausted:
+        if self.state.returns > self.config.times:
             last = checkpoint_folder(trainer.run.checkpoint_root, trainer.step)
             raise DivergedError(
                 f"the guard has returned {self.config.times} times, and the run failed again: {last} has the last "
@@ -215,7 +213,7 @@ class Guard:
     def load(self, trainer: Guarded, saved: Mapping[str, Any]) -> None:
         """Restores `state` in a resumed run."""
         self.state = GuardState(**saved)
-        trainer.learner.lr_factor = self.lr_factor
+        self._lower_rate(trainer.learner)
         trainer.source.halve_lag(self.state.returns)
 
 
@@ -239,7 +237,7 @@ class KeptSteps:
         if (start := row.get(CONTINUES_FROM)) is not None:
             self._steps = [step for step in self._steps if step.number <= start]
             self._evaluations = [one for one in self._evaluations if one.step <= start]
-            self._rebuild()
+            self._history = History(self._steps)
         (step,) = steps_of([row])
         # As metrics.jsonl has them: a resumed run must judge the same.
         step = replace(step, metrics={name: value for name, value in step.metrics.items() if math.isfinite(value)})
@@ -256,12 +254,7 @@ class KeptSteps:
         """Leaves steps out whose sampler did not have the weights that its version says."""
         if numbers:
             self._steps = [step for step in self._steps if step.number not in numbers]
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        self._history = History()
-        for step in self._steps:
-            self._history.add(step)
+            self._history = History(self._steps)
 
     @property
     def numbers(self) -> list[int]:

@@ -28,6 +28,7 @@ from trimtab.trainer.optim import (
     check_weights,
     clip_gradient,
     learning_rate,
+    linear_decay,
     repeatable,
 )
 from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
@@ -40,7 +41,8 @@ class Learner:
     """The trained model with its objective and optimizer.
 
     `updates` counts completed optimizer updates. `micro_batch_tokens` is the token budget of a micro-batch, None until
-    the first batch, whose lengths "auto" reads. `lr_factor` multiplies the learning rate of the schedule.
+    the first batch, whose lengths "auto" reads. `lr_factor` multiplies the learning rate of the schedule, which falls
+    linearly to 0 besides, from update `decay_from` to the end of the run.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class Learner:
     bad_in_a_row: int = 0
     micro_batch_tokens: int | None = None
     lr_factor: float = 1.0
+    decay_from: int | None = None
     ranks: RankGroup = field(default_factory=current_ranks)
 
     @property
@@ -237,6 +240,8 @@ class Learner:
         for feature in self.features:
             feature.end_backward()
         stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates) * self.lr_factor
+        if self.decay_from is not None:
+            stats.lr *= linear_decay(self.updates, self.decay_from, self.total_updates)
         self.optimizer.param_groups[0]["lr"] = stats.lr  # the policy's: those of other modules are constant
         loss = self.ranks.all_reduce_sum(float(loss_sum))
         norm = clip_gradient(policy, self.config.optim.grad_clip, self.ranks)

@@ -61,6 +61,11 @@ def learning_rate(config: OptimConfig, update: int, total: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def linear_decay(update: int, start: int, total: int) -> float:
+    """Returns a factor of the learning rate: 1 up to update `start`, then linearly to 0 after the last of `total`."""
+    return min(1.0, max(0.0, (total - update) / max(1, total - start)))
+
+
 def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks: RankGroup) -> float:
     """Clips the gradient in place to a norm of `bound`; returns its norm before clipping, over all shards."""
     if ranks.size == 1:

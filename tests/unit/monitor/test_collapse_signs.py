@@ -13,10 +13,7 @@ from trimtab.monitor.collapse_signs import Evaluation, accuracy_falls, first_sig
 
 
 def steps(ess: list[float], k3: float = 1e-4) -> list[Step]:
-    return [
-        Step(number, {"mismatch/ess_token": value, "mismatch/k3": k3}, None)
-        for number, value in enumerate(ess, start=1)
-    ]
+    return [Step(number, {"mismatch/ess_token": one, "mismatch/k3": k3}, None) for number, one in enumerate(ess, 1)]
 
 
 def test_low_ess_trusts_the_policy_of_a_window_before() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimtab.trainer.config import OptimConfig
-from trimtab.trainer.optim import NonFiniteUpdateError, build_optimizer, check_weights, learning_rate
+from trimtab.trainer.optim import NonFiniteUpdateError, build_optimizer, check_weights, learning_rate, linear_decay
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.seeds import derive
 
@@ -20,6 +20,10 @@ def test_cosine_ends_at_its_floor() -> None:
     assert learning_rate(config, 7, 12) == pytest.approx(0.6)
     assert learning_rate(config, 12, 12) == pytest.approx(0.2)
     assert learning_rate(config, 99, 12) == pytest.approx(0.2)
+
+
+def test_linear_decay_from_an_update_to_the_last() -> None:
+    assert [linear_decay(update, 2, 6) for update in (0, 2, 3, 5, 6, 9)] == [1.0, 1.0, 0.75, 0.25, 0.0, 0.0]
 
 
 def test_one_adamw_step_by_hand() -> None:
