@@ -211,9 +211,9 @@ def goals(results: Sequence[Judged]) -> str:
     )
     rows = []
     for text, goal, line in lines:
-        parts = (list(results), *([one for one in results if half(one.kind.name) == side] for side in "AB"))
+        parts = (list(results), *([one for one in results if half(one.kind.name) == side] for side in "ABC"))
         rows.append([text, goal, *(line(part) for part in parts)])
-    return table(["", "goal", "all kinds", "half A", "half B"], rows)
+    return table(["", "goal", "all kinds", "half A", "half B", "new kinds (C)"], rows)
 
 
 def kinds(results: Sequence[Judged]) -> str:
@@ -224,7 +224,7 @@ def kinds(results: Sequence[Judged]) -> str:
     parts = {kind: [one for one in results if one.kind is kind] for kind in KINDS}
     right = [kind for kind in KINDS if all(one.right and one.among(one.said, CONSIDERED) for one in parts[kind])]
     groups = [([kind], part) for kind, part in parts.items() if kind not in right]
-    for side in "AB":
+    for side in "ABC":
         names = [kind for kind in right if half(kind.name) == side]
         groups.append((names, [one for kind in names for one in parts[kind]]))
     rows = []
