@@ -1,17 +1,19 @@
 """Ranks the candidates for a difference that nothing in the data proves, by the signs that its tokens show.
 
 A candidate's score is the sum of its log odds (candidates.toml): a prior, and what each sign adds or takes away. The
-order is what is meant to be used; the scores are not probabilities.
+order is what is meant to be used; the scores are not probabilities. One test may tell several candidates apart, and the
+test that concerns the most odds comes first, not that of the first candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from trimtab.diagnosis.records import Candidate, CandidateKind, read_table
 
-KINDS = tuple(CandidateKind(**row) for row in read_table("candidates.toml")["candidate"])
-EXCLUDED, FOUND = -100.0, 100.0
+TESTS: Mapping[str, str] = read_table("candidates.toml")["test"]
+KINDS = tuple(CandidateKind(**row | {"test": TESTS[row["test"]]}) for row in read_table("candidates.toml")["candidate"])
 
 
 def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | None = None) -> tuple[Candidate, ...]:
@@ -23,27 +25,30 @@ def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | 
     if not signs:
         return ()
     tested = tested or {}
-    scored = []
+    found = []
     for kind in KINDS:
+        if (side and side not in kind.sides) or not tested.get(kind.name, True):
+            continue
         score = kind.prior
         score += sum(weight for name, weight in kind.speaks_for.items() if name in signs)
         score -= sum(weight for name, weight in kind.speaks_against.items() if name in signs)
-        if (side and side not in kind.sides) or not tested.get(kind.name, True):
-            score += EXCLUDED
-        if tested.get(kind.name):
-            score += FOUND
-        scored.append((score, kind))
-    scored.sort(key=lambda pair: -pair[0])
-    return tuple(
-        _candidate(kind, signs, is_found=tested.get(kind.name, False)) for score, kind in scored if score > EXCLUDED / 2
-    )
+        found.append(_candidate(kind, signs, math.exp(score), is_found=tested.get(kind.name, False)))
+    return tuple(sorted(found, key=lambda one: (one.found, one.odds), reverse=True))
 
 
-def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:
+def next_test(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates that one test tells apart, those with the most odds together; empty without any."""
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault(candidate.test, []).append(candidate)
+    return max(groups.values(), key=lambda group: sum(one.odds for one in group), default=[])
+
+
+def _candidate(kind: CandidateKind, signs: Mapping[str, str], odds: float, *, is_found: bool) -> Candidate:
     """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
     speaks_for, speaks_against = (
         max((name for name in weights if name in signs), key=lambda name: weights[name], default="")
         for weights in (kind.speaks_for, kind.speaks_against)
     )
-    test = f"{kind.test}: {kind.wrong} if it is this one"
-    return Candidate(kind.name, kind.plain, signs.get(speaks_for, ""), signs.get(speaks_against, ""), test, is_found)
+    clauses = signs.get(speaks_for, ""), signs.get(speaks_against, "")
+    return Candidate(kind.name, kind.plain, *clauses, kind.test, kind.wrong, odds, is_found)
