@@ -32,8 +32,8 @@ COMPUTED = """# How good is the diagnosis of faults it was not made for?
 tokens from the sampler's distribution and scores them with the trainer. There are {kinds} kinds at three strengths,
 written as six trainers write them: {count:,} data sets, {seconds:.0f} s on one core.
 
-Log odds of the signs were set by hand on half A of the kinds, chosen by a fixed hash of their names. **Quote the
-figures of half B.** The list of candidates was made with both halves in view.
+Log odds were set by hand on half A of the kinds, chosen by a fixed hash of their names; candidates and their tests were
+written with B in view as well. **Quote B.** C came later, from public reports, and set one of the log odds.
 
 ## Goals
 

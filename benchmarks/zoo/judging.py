@@ -117,12 +117,13 @@ def read(diagnosis: Diagnosis) -> Said:
     """
     answer, causes = diagnosis.answer, diagnosis.causes
     first, confidence = (causes[0].name, causes[0].confidence) if causes else (NOTHING, 1.0)
-    families = tuple(candidate.name for candidate in diagnosis.candidates)
-    tests, left = [], diagnosis.candidates
+    is_first = answer.kind in ("healthy", "proven") and first in FAMILY
+    left = [one for one in diagnosis.candidates if not is_first or one.name != FAMILY[first]]
+    families, tests = tuple(one.name for one in left), []
     while group := next_test(left):
         tests.append(tuple(one.name for one in group))
         left = [one for one in left if one not in group]
-    if answer.kind in ("healthy", "proven") and first in FAMILY:
+    if is_first:
         families, tests = (FAMILY[first], *families), [(FAMILY[first],), *tests]
     sides = rescored_sides(diagnosis.measured.sample)
     return Said(first, confidence, answer.kind, families, tuple(tests), sides.side if sides else "", repr(answer))

@@ -259,30 +259,6 @@ def _changed_within(level: int, step: int) -> Sides:
     return Sides(How(ages=(step,) * 3, drift=0.004), new, new, later=new)
 
 
-# Numbers of few bits, caches, the output.
-
-
-def _without_sinks(level: int) -> Sides:
-    right = How(sink=(-1.0, 0.5, 2.0)[level])
-    return Sides(right, RIGHT, right)
-
-
-def _cut_cache(level: int) -> Sides:
-    return Sides(How(cache_bits_from=0, cache_top=(2.5, 2.0, 1.5)[level]))
-
-
-def _coarse_trainer(level: int) -> Sides:
-    return Sides(trainer=How(bits=("", "fp8", "int4")[level], inputs="fp8"))
-
-
-def _counted_twice(level: int) -> Sides:
-    return Sides(change=lambda b, p, _random: (b, p - np.log((2, 4, 8)[level])))
-
-
-def _foreign_cache(level: int) -> Sides:
-    return Sides(some=((0.15, 0.25, 0.5)[level], Sides(foreign=16)))
-
-
 # Changes of the columns themselves.
 
 
@@ -410,7 +386,13 @@ FAULTS = (
 
 NEW = (
     # The attention kernel of a trainer has no sinks: radixark/miles#1500, verl#3894.
-    _kind("attention sinks left out", _without_sinks, CONFIG, "unexplained quantized?", TRAINER),
+    _kind(
+        "attention sinks left out",
+        lambda level: Sides((right := How(sink=(-1.0, 0.5, 2.0)[level])), right=right),
+        CONFIG,
+        "unexplained quantized?",
+        TRAINER,
+    ),
     # transformers#29285, Modalities#462.
     _model(
         "rotary positions in bfloat16",
@@ -422,13 +404,31 @@ NEW = (
     # NeMo labs-molt#124: weights are loaded while responses are written.
     _aging("weights change within responses", _changed_within, WEIGHTS, "undelivered? stale? unexplained", 4),
     # sgl-cookbook#237, vllm#54705: a cache of 8 bits without scales cuts off large values.
-    _kind("8-bit cache without scales", _cut_cache, QUANTIZED, "quantized? unexplained", SAMPLER),
+    _kind(
+        "8-bit cache without scales",
+        lambda level: Sides(How(cache_bits_from=0, cache_top=(2.5, 2.0, 1.5)[level])),
+        QUANTIZED,
+        "quantized? unexplained",
+        SAMPLER,
+    ),
     # prime-rl#3112: the trainer computes in 8 bits.
-    _kind("8-bit trainer", _coarse_trainer, QUANTIZED, "quantized? unexplained", TRAINER),
+    _kind(
+        "8-bit trainer",
+        lambda level: Sides(trainer=How(bits=("", "fp8", "int4")[level], inputs="fp8")),
+        QUANTIZED,
+        "quantized? unexplained",
+        TRAINER,
+    ),
     # trl#2811.
     _settings("guided decoding", [{"grammar": v} for v in (2, 4, 8)], "truncated-sampling?"),
     # Megatron-LM#7452: each of several ranks counts the whole vocabulary.
-    _kind("vocabulary counted several times", _counted_twice, LAST, "unexplained", TRAINER),
+    _kind(
+        "vocabulary counted several times",
+        lambda level: Sides(change=lambda b, p, _random: (b, p - np.log((2, 4, 8)[level]))),
+        LAST,
+        "unexplained",
+        TRAINER,
+    ),
     # prime-rl#2438, NeMo-RL#3936.
     _model(
         "logits in bfloat16",
@@ -437,7 +437,13 @@ NEW = (
         f"{LAST} {PRECISION}",
     ),
     # vllm#37152: a request reads blocks of the prefix cache that belong to another one.
-    _kind("prefix cache of another request", _foreign_cache, LAYOUT, "unexplained stale-cache?", SAMPLER),
+    _kind(
+        "prefix cache of another request",
+        lambda level: Sides(some=((0.15, 0.25, 0.5)[level], Sides(foreign=16))),
+        LAYOUT,
+        "unexplained stale-cache?",
+        SAMPLER,
+    ),
 )
 """Kinds that were written after all log odds had been set, and before the diagnosis saw one of them: half C."""
 

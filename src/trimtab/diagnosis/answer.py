@@ -220,9 +220,7 @@ def _first_step(
             return finding.next_step
     if kind == "differential" and diagnosis.candidates:
         first = describe_test(next_test(diagnosis.candidates))
-        otherwise = (
-            "" if diagnosis.measured.sample.rescored is not None else f" Otherwise `{RESCORE}` says which side is off."
-        )
+        otherwise = "" if diagnosis.measured.rescored else f" Otherwise `{RESCORE}` says which side is off."
         return f"{first[0].upper()}{first[1:]}.{otherwise}"
     if faults:
         return next(iter(faults.values()))

@@ -1,8 +1,8 @@
 """Ranks the candidates for a difference that nothing in the data proves, by the signs that its tokens show.
 
 A candidate's score is the sum of its log odds (candidates.toml): a prior, and what each sign adds or takes away. The
-order is what is meant to be used; the scores are not probabilities. One test may tell several candidates apart, and the
-test that concerns the most odds comes first, not that of the first candidate.
+order is what is meant to be used; the scores are not probabilities. Of tests, the one that tells most odds apart comes
+first, which need not be that of the first candidate.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | 
     side: the side that `trimtab rescore` found to be off, "" if unknown. tested: whether the test of a candidate found
     it, by name.
     """
-    if not signs:
-        return ()
     tested = tested or {}
-    found = []
-    for kind in KINDS:
-        if (side and side not in kind.sides) or not tested.get(kind.name, True):
-            continue
-        score = kind.prior
-        score += sum(weight for name, weight in kind.speaks_for.items() if name in signs)
-        score -= sum(weight for name, weight in kind.speaks_against.items() if name in signs)
-        found.append(_candidate(kind, signs, math.exp(score), is_found=tested.get(kind.name, False)))
+    possible = (kind for kind in KINDS if (not side or side in kind.sides) and tested.get(kind.name, True) and signs)
+    found = [_candidate(kind, signs, is_found=tested.get(kind.name, False)) for kind in possible]
     return tuple(sorted(found, key=lambda one: (one.found, one.odds), reverse=True))
 
 
@@ -44,11 +36,9 @@ def next_test(candidates: Sequence[Candidate]) -> list[Candidate]:
     return max(groups.values(), key=lambda group: sum(one.odds for one in group), default=[])
 
 
-def _candidate(kind: CandidateKind, signs: Mapping[str, str], odds: float, *, is_found: bool) -> Candidate:
+def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:
     """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
-    speaks_for, speaks_against = (
-        max((name for name in weights if name in signs), key=lambda name: weights[name], default="")
-        for weights in (kind.speaks_for, kind.speaks_against)
-    )
-    clauses = signs.get(speaks_for, ""), signs.get(speaks_against, "")
+    weights = [{name: part[name] for name in part if name in signs} for part in (kind.speaks_for, kind.speaks_against)]
+    odds = math.exp(kind.prior + sum(weights[0].values()) - sum(weights[1].values()))
+    clauses = (signs[max(part, key=lambda name: part[name])] if part else "" for part in weights)
     return Candidate(kind.name, kind.plain, *clauses, kind.test, kind.wrong, odds, is_found)

@@ -22,7 +22,6 @@ from trimtab.diagnosis.causes.wrong_values import (
     find_placeholder,
     find_wrong_token,
 )
-from trimtab.diagnosis.measure.rescored import ORDINARY_BOTH
 from trimtab.diagnosis.records import CAUSES, FINDINGS, PROVEN, UNPROVEN, Candidate, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
@@ -94,8 +93,6 @@ def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping
         known = np.isfinite(right)
         right = {"trainer" if side == "sampler" else "behavior": right}
         tokens = replace(tokens, **right).select(known)
-        if getattr(sides, side).value > ORDINARY_BOTH:  # more than 16-bit arithmetic makes on any side
-            tested = {"rounding": False, **tested}
     return rank(find_signs(tokens, assumes_current=measured.origin.assumes_current), side, tested)
 
 

@@ -17,7 +17,10 @@ MIN_REPEATED_SHARE = 0.1  # least share of them among all
 MIN_GROUPS = 3  # fewest groups whose advantages contradict their rewards
 MIN_GROUP_SHARE = 0.1  # least share of them among the groups that can
 ZERO = 0.01  # part of the largest advantage below which one counts as 0
-MOST_ENDS, MOST_BEFORE = 0.9, 0.5  # least share of one id at the end of responses, largest share before and of a value
+MOST_ENDS, MOST_BEFORE = (
+    0.9,
+    0.5,
+)  # least share of an id at the ends of responses, largest of one before it
 
 
 def batch_findings(sample: TokenTable) -> Iterator[Finding]:
@@ -40,16 +43,10 @@ def _end_tokens(sample: TokenTable) -> Iterator[Finding]:
     if sample.ids is None or len(end) < max(MIN_REPEATED, MIN_REPEATED_SHARE * sample.responses):
         return
     # What a template adds is not drawn: it has a constant for a log-prob, or the end token before it.
-    ids, share = _most_frequent(sample.ids[end])
-    others = (_most_frequent(values)[1] for values in (sample.ids[end - 1], sample.behavior[end]))
-    if share >= MOST_ENDS and max(others) < MOST_BEFORE:
-        yield finding("end-token", count=len(end), responses=sample.responses, id=ids)
-
-
-def _most_frequent(values: np.ndarray) -> tuple[float, float]:
-    """Returns the most frequent value and its share."""
-    found, count = np.unique(values, return_counts=True)
-    return found[count.argmax()], count.max() / len(values)
+    columns = sample.ids[end], sample.ids[end - 1], sample.behavior[end]
+    same, *others = (np.unique(values, return_counts=True)[1].max() / len(end) for values in columns)
+    if same >= MOST_ENDS and max(others) < MOST_BEFORE:
+        yield finding("end-token", count=len(end), responses=sample.responses)
 
 
 def _repeated(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
