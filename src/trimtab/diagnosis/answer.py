@@ -167,8 +167,7 @@ def candidate_text(candidate: Candidate) -> str:
 
 def describe_test(told_apart: Sequence[Candidate]) -> str:
     """Returns a test, and what it finds for each candidate that it tells apart."""
-    results = ", ".join(f"{one.result} if it is {one.name}" for one in told_apart)
-    return f"{told_apart[0].test}: {results}"
+    return f"{told_apart[0].test}: {', '.join(f'{one.result} if it is {one.name}' for one in told_apart)}"
 
 
 def _kind(causes: Sequence[Cause], severity: str) -> Kind:

@@ -108,8 +108,9 @@ def test_responses_that_carry_a_difference_are_counted() -> None:
     assert rank(found)[0].name == "batch-layout"
 
 
-def test_lists_without_relation_belong_to_other_tokens() -> None:
+def test_lists_without_relation_belong_to_other_tokens_and_another_context_leaves_one() -> None:
     data = Drawn()
+    assert "no-relation" not in signs(data.table(data.logits + data.noise(2.0)))
     table = data.table(data.logits + data.noise(0.02))
     moved = table.trainer.reshape(RESPONSES, LENGTH).copy()
     moved[::6] = np.random.default_rng(1).permutation(moved[::6], axis=1)
@@ -120,11 +121,6 @@ def test_lists_without_relation_belong_to_other_tokens() -> None:
     causes = find_causes(plant.measured(table))
     assert [one.name for one in causes] == ["unexplained"]  # other experts would answer in every response
     assert find_candidates(plant.measured(table), causes, {})[0].name == "pairs"
-
-
-def test_another_context_leaves_a_relation() -> None:
-    data = Drawn()
-    assert "no-relation" not in signs(data.table(data.logits + data.noise(2.0)))
 
 
 def test_a_difference_that_begins_with_a_turn_is_one_of_context() -> None:

@@ -25,6 +25,14 @@ def responses(different: int, logp: Any = -1.0, **columns: Any) -> TokenTable:
     return table(none, ids=texts.tolist(), behavior=logp, group=group, **columns)
 
 
+def ended(before: int, logp: Any) -> TokenTable:
+    """Responses that end with one of `before` ids, and then with id 7, which is not trained."""
+    sound = responses(SIZE, logp)
+    left = LENGTH - sound.position
+    ids = np.where(left == 1, 7, np.where(left == 2, sound.row % before, sound.ids))
+    return replace(sound, ids=ids, mask=left > 1)
+
+
 def test_copies_of_improbable_responses_are_counted() -> None:
     (found,) = batch_findings(responses(2))
     assert (found.status, found.name) == ("note", "repeated")
@@ -34,30 +42,20 @@ def test_copies_of_improbable_responses_are_counted() -> None:
 
 @pytest.mark.parametrize(
     "sound",
-    [responses(SIZE), responses(2, logp=-0.1), responses(2, step=np.tile([0, 0, 1, 1], GROUPS))],
-    ids=["all differ", "probable", "asked again in a later step"],
+    [
+        *(responses(SIZE), responses(2, logp=-0.1), responses(2, step=np.tile([0, 0, 1, 1], GROUPS))),
+        *(ended(9, -1.0), ended(1, DRAWN)),
+    ],
+    ids=["all differ", "probable", "asked again in a later step", "end not drawn", "after an end that is trained"],
 )
-def test_other_copies_are_not(sound: TokenTable) -> None:
+def test_other_copies_and_ends_are_not(sound: TokenTable) -> None:
     assert list(batch_findings(sound)) == []
-
-
-def ended(before: int, logp: Any) -> TokenTable:
-    """Responses that end with one of `before` ids, and then with id 7, which is not trained."""
-    sound = responses(SIZE, logp)
-    left = LENGTH - sound.position
-    ids = np.where(left == 1, 7, np.where(left == 2, sound.row % before, sound.ids))
-    return replace(sound, ids=ids, mask=left > 1)
 
 
 def test_an_end_token_that_was_drawn_must_be_trained() -> None:
     (found,) = batch_findings(ended(9, DRAWN))
     assert (found.status, found.name) == ("note", "end token")
     assert found.detail.startswith("in 48 of 48 responses the last token that the sampler drew")
-
-
-def test_what_a_template_adds_need_not_be() -> None:
-    assert list(batch_findings(ended(9, -1.0))) == []  # not drawn
-    assert list(batch_findings(ended(1, DRAWN))) == []  # after an end token that is trained
 
 
 def rewards(*groups: tuple[float, ...]) -> np.ndarray:
