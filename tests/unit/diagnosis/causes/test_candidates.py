@@ -164,8 +164,7 @@ SHOWN = {"by-id": "the token id decides 20%", "size-coarse": "logits differ by 0
 
 
 def test_what_was_tested_and_the_side_that_is_off_decide() -> None:
-    names = [one.name for one in rank(SHOWN)]
-    assert names[0] == "quantized"
+    assert rank(SHOWN)[0].name == "quantized"
     assert "quantized" not in [one.name for one in rank(SHOWN, tested={"quantized": False})]
     assert rank(SHOWN, tested={"randomness": True})[0].name == "randomness"
     assert "settings" not in {one.name for one in rank(SHOWN, side="trainer")}
