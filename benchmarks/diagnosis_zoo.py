@@ -37,11 +37,13 @@ written with B in view as well. **Quote B.** C came later, from public reports, 
 
 ## Goals
 
+Shares are means over kinds, of which the number follows.
+
 {goals}
 
 ## Each kind
 
-Rows with several names, at the end: the kinds of a half that are right in all data sets.
+Rows with several names, at the end: the kinds of a half of which the candidate was always found.
 
 {each}
 """

@@ -185,7 +185,7 @@ def _share(results: Sequence[Judged], which: Callable[[Judged], bool]) -> str:
     """The share of data sets, each kind with the same weight."""
     parts = [[which(one) for one in results if one.kind is kind] for kind in KINDS]
     shares = [sum(part) / len(part) for part in parts if part]
-    return f"{percent(sum(shares) / len(shares))} of {len(shares)} kinds" if shares else "-"
+    return f"{percent(sum(shares) / len(shares))} of {len(shares)}" if shares else "-"
 
 
 def goals(results: Sequence[Judged]) -> str:
@@ -232,20 +232,19 @@ def goals(results: Sequence[Judged]) -> str:
     for text, goal, line in lines:
         parts = (list(results), *([one for one in results if half(one.kind.name) == side] for side in "ABC"))
         rows.append([text, goal, *(line(part) for part in parts)])
-    return table(["", "goal", "all kinds", "half A", "half B", "new kinds (C)"], rows)
+    return table(["", "goal", "all kinds", "half A", "half B", "new: C"], rows)
 
 
 def kinds(results: Sequence[Judged]) -> str:
     """Each kind: its half, data sets, the goals it concerns, and what it was called first.
 
-    The last rows have the kinds of each half that are right in all data sets.
+    The last rows have the kinds of each half of which the candidate was found in all data sets.
     """
     parts = {kind: [one for one in results if one.kind is kind] for kind in KINDS}
-    good = lambda one: one.right and one.listed and (one.found or not one.rescored)  # noqa: E731
-    right = [kind for kind in KINDS if all(map(good, parts[kind]))]
-    groups = [([kind], part) for kind, part in parts.items() if kind not in right]
+    always = [kind for kind in KINDS if all(one.listed and (one.found or not one.rescored) for one in parts[kind])]
+    groups = [([kind], part) for kind, part in parts.items() if kind not in always]
     for side in "ABC":
-        names = [kind for kind in right if half(kind.name) == side]
+        names = [kind for kind in always if half(kind.name) == side]
         groups.append((names, [one for kind in names for one in parts[kind]]))
     rows = []
     for names, part in groups:
@@ -259,12 +258,11 @@ def kinds(results: Sequence[Judged]) -> str:
             [
                 "; ".join(kind.name for kind in names if parts[kind]),
                 half(names[0].name),
-                str(len(part)),
                 percent(sum(one.right for one in part) / len(part)),
                 percent(sum(one.listed for one in part) / len(part)),
                 percent(sum(tried) / len(tried)) if tried else "",
                 ", ".join([*called, f"{sure} with confidence 0.7 and more"] if sure else called),
             ]
         )
-    head = ["kind", "half", "data sets", "first cause right", "candidate among three", "found by tests"]
+    head = ["kind", "half", "first cause right", "candidate among three", "found by tests"]
     return table([*head, "named where wrong"], rows)
