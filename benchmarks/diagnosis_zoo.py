@@ -37,13 +37,13 @@ written with B in view as well. **Quote B.** C came later, from public reports, 
 
 ## Goals
 
-Shares are means over kinds, of which the number follows.
+Shares are means over kinds.
 
 {goals}
 
 ## Each kind
 
-Rows with several names, at the end: the kinds of a half of which the candidate was always found.
+The last rows have the kinds of which the candidate was always found.
 
 {each}
 """
@@ -70,7 +70,7 @@ Data sets of 5,000 tokens and more with one fault or none.
 
 ## Reliability
 
-All data sets; the confidence stated for the first cause, and how often that cause was right.
+The confidence stated for the first cause, and how often it was right.
 
 {reliability}
 
@@ -84,14 +84,13 @@ Data without a fault: only the noise of the base may be named, or nothing. Other
 
 Each cause is left out of the diagnosis in turn and planted (5,000 tokens). Values that are not finite and padding on
 both sides leave all other tokens as they were: there the noise of the base is right. A copied column leaves no trace
-but the equality itself. The last row has the causes of which nothing else was named.
+but the equality itself. In the last row nothing else was named.
 
 {left_out}
 
 ## Each fault
 
-Share right by number of tokens; pairs have 5,000 tokens only. The last rows have the faults that are right at every
-size.
+Share right by number of tokens; pairs have 5,000 tokens only. The last rows are right at every size.
 
 {variants}
 """

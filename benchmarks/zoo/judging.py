@@ -230,8 +230,8 @@ def goals(results: Sequence[Judged]) -> str:
     )
     rows = []
     for text, goal, line in lines:
-        parts = (list(results), *([one for one in results if half(one.kind.name) == side] for side in "ABC"))
-        rows.append([text, goal, *(line(part) for part in parts)])
+        parts = ([one for one in results if half(one.kind.name) == side] for side in "ABC")
+        rows.append([text, goal, line(list(results)), *(line(part).partition(" of ")[0] for part in parts)])
     return table(["", "goal", "all kinds", "half A", "half B", "new: C"], rows)
 
 
