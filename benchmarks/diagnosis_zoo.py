@@ -33,11 +33,9 @@ tokens from the sampler's distribution and scores them with the trainer. There a
 written as six trainers write them: {count:,} data sets, {seconds:.0f} s on one core.
 
 Log odds were set by hand on half A of the kinds, chosen by a fixed hash of their names; candidates and their tests were
-written with B in view as well. **Quote B.** C came later, from public reports, and set one of the log odds.
+written with B in view as well. **Quote B.** C came later, from public reports, and set one weight.
 
 ## Goals
-
-Shares are means over kinds.
 
 {goals}
 
@@ -76,7 +74,7 @@ The confidence stated for the first cause, and how often it was right.
 
 ## Clean data
 
-Data without a fault: only the noise of the base may be named, or nothing. Other bases had no false alarm.
+Only the noise of the base may be named, or nothing. Other bases had no false alarm.
 
 {false_alarms}
 

@@ -232,7 +232,7 @@ def goals(results: Sequence[Judged]) -> str:
     for text, goal, line in lines:
         parts = ([one for one in results if half(one.kind.name) == side] for side in "ABC")
         rows.append([text, goal, line(list(results)), *(line(part).partition(" of ")[0] for part in parts)])
-    return table(["", "goal", "all kinds", "half A", "half B", "new: C"], rows)
+    return table(["", "goal", "mean of all kinds", "half A", "half B", "new: C"], rows)
 
 
 def kinds(results: Sequence[Judged]) -> str:
