@@ -40,5 +40,5 @@ def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool)
     """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
     weights = [{name: part[name] for name in part if name in signs} for part in (kind.speaks_for, kind.speaks_against)]
     odds = math.exp(kind.prior + sum(weights[0].values()) - sum(weights[1].values()))
-    clauses = (signs[max(part, key=lambda name: part[name])] if part else "" for part in weights)
-    return Candidate(kind.name, kind.plain, *clauses, kind.test, kind.wrong, odds, is_found)
+    strongest, opposed = (signs[max(part, key=lambda name: part[name])] if part else "" for part in weights)
+    return Candidate(kind.name, kind.plain, strongest, opposed, kind.test, kind.wrong, odds, is_found)
