@@ -32,8 +32,8 @@ COMPUTED = """# How good is the diagnosis of faults it was not made for?
 tokens from the sampler's distribution and scores them with the trainer. There are {kinds} kinds at three strengths,
 written as six trainers write them: {count:,} data sets, {seconds:.0f} s on one core.
 
-Log odds of the signs were set by hand on half A of the kinds, chosen by a fixed hash of their names. **Quote the
-figures of half B.** The list of candidates was made with both halves in view.
+Log odds were set by hand on half A of the kinds, chosen by a fixed hash of their names; candidates and their tests were
+written with B in view as well. **Quote B.** C came later, from public reports, and set one weight.
 
 ## Goals
 
@@ -41,7 +41,7 @@ figures of half B.** The list of candidates was made with both halves in view.
 
 ## Each kind
 
-Rows with several names, at the end: the kinds of a half that are right in all data sets.
+The last rows have the kinds of which the candidate was always found.
 
 {each}
 """
@@ -68,13 +68,13 @@ Data sets of 5,000 tokens and more with one fault or none.
 
 ## Reliability
 
-All data sets; the confidence stated for the first cause, and how often that cause was right.
+The confidence stated for the first cause, and how often it was right.
 
 {reliability}
 
 ## Clean data
 
-Data without a fault: only the noise of the base may be named, or nothing. Other bases had no false alarm.
+Only the noise of the base may be named, or nothing. Other bases had no false alarm.
 
 {false_alarms}
 
@@ -82,14 +82,13 @@ Data without a fault: only the noise of the base may be named, or nothing. Other
 
 Each cause is left out of the diagnosis in turn and planted (5,000 tokens). Values that are not finite and padding on
 both sides leave all other tokens as they were: there the noise of the base is right. A copied column leaves no trace
-but the equality itself. The last row has the causes of which nothing else was named.
+but the equality itself. In the last row nothing else was named.
 
 {left_out}
 
 ## Each fault
 
-Share right by number of tokens; pairs have 5,000 tokens only. The last rows have the faults that are right at every
-size.
+Share right by number of tokens; pairs have 5,000 tokens only. The last rows are right at every size.
 
 {variants}
 """

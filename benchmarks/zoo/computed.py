@@ -70,6 +70,9 @@ def compute(kind: Kind, level: int, tokens: int, seed: int = 0) -> DataSet:
         if sides.cached is not None and step:  # half of the prompts are those of the first step
             old = prompts[: group * (groups // 2) : group]
             batches = [(old, sides), (own[len(old) :], replace(sides, cached=None))]
+        if sides.some is not None:
+            count, other = round(sides.some[0] * groups) or 1, sides.some[1]
+            batches = [(own[:count], other), (own[count:], sides)]
         for these, how in batches:
             asked = [prompt for prompt in these for _ in range(group)]
             if asked:
@@ -128,13 +131,16 @@ def on_base(sides: Sides, base: str) -> Sides:
     """Both sides with the rounding errors of a base; the right model has its sharpness only."""
     more = BASES[base]
     exact = {name: value for name, value in more.items() if name != "rounding"}
-    cached = None if sides.cached is None else replace(sides.cached, **more)
+    cached, later = (None if how is None else replace(how, **more) for how in (sides.cached, sides.later))
+    some = None if sides.some is None else (sides.some[0], on_base(sides.some[1], base))
     return replace(
         sides,
         sampler=replace(sides.sampler, **more),
         trainer=replace(sides.trainer, **more),
         right=replace(sides.right, **exact),
         cached=cached,
+        later=later,
+        some=some,
     )
 
 
@@ -142,8 +148,15 @@ def _step(
     model: Decoder, sides: Sides, prompts: Sequence[np.ndarray], lengths: np.ndarray, random: np.random.Generator
 ) -> dict[str, np.ndarray]:
     sampling, training = (torch.Generator().manual_seed(int(random.integers(2**31))) for _ in range(2))
+    held = [with_foreign(prompt, sides.foreign) for prompt in prompts]
     ids, processed, raw = model.sample(
-        sides.sampler, prompts, int(lengths.max()), sampling, process=sides.process, prompt_how=sides.cached
+        sides.sampler,
+        held,
+        int(lengths.max()),
+        sampling,
+        process=sides.process,
+        prompt_how=sides.cached,
+        later=sides.later,
     )
     responses = [row[:length] for row, length in zip(ids.numpy(), lengths, strict=True)]
     reported = raw if sides.raw else processed
@@ -163,6 +176,12 @@ def _step(
         "trainer": trainer,
         "rescored": flat(right),
     }
+
+
+def with_foreign(prompt: np.ndarray, count: int) -> np.ndarray:
+    """Returns a prompt with other first ids; its last one stays."""
+    count = min(count, len(prompt) - 1)
+    return np.append(prompt[::-1][:count], prompt[count:])
 
 
 def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides: Sides) -> Context:

@@ -34,10 +34,12 @@ class How:
     offset: added to the gain of the last norm. adapter: size of a low-rank update; adapter_scale: factor on it;
     adapter_rank: of its columns, those that are used. ages: updates applied to the output matrix and each layer, of
     size `drift`. untied: noise of an output matrix of its own. padded: ids beyond the vocabulary that take part in the
-    softmax. dropout: of attention. bits: of weights, int8, fp8, int4 or empty. cache_bits_from: position from which
-    keys and values are of 8 bits, -1 for none. rounding: relative error of activations; 2**-9 for bfloat16, 2**-12 for
-    float16. spread: how much the sharpness of the logits varies with the context. experts: whether the last layer is a
-    mixture; router_noise: of its scores.
+    softmax. dropout: of attention. sink: score of a position without content that attention sees as well, 0 for none.
+    bits: of weights, int8, fp8, int4 or empty. cache_bits_from: position from which keys and values are of 8 bits, -1
+    for none; cache_top: the largest that fit, 0 for all. inputs: bits of what layers read. rounding: relative error of
+    activations; 2**-9 for bfloat16, 2**-12 for float16. spread: how much the sharpness of the logits varies with the
+    context. experts: whether the last layer is a mixture; router_noise: of its scores. coarse: what is computed in
+    bfloat16 of `frequencies angles logits log-probs`.
     """
 
     theta: float = 10_000.0
@@ -57,12 +59,16 @@ class How:
     untied: float = 0.0
     padded: int = 0
     dropout: float = 0.0
+    sink: float = 0.0
     bits: str = ""
     cache_bits_from: int = -1
+    cache_top: float = 0.0
+    inputs: str = ""
     rounding: float = 0.0
     spread: float = 0.3
     experts: bool = False
     router_noise: float = 0.0
+    coarse: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,13 +158,18 @@ class Decoder:
         allowed, bias = context.allowed[:, :, start:end, :end], context.bias
         if how.window:
             allowed = allowed & (context.positions[:, None, None, :end] > positions[:, None, :, None] - how.window)
-        angles = positions[..., None] / how.stretch * how.theta ** (-torch.arange(0, HEAD, 2) / HEAD)
+        frequencies = as_stored(how.theta ** (-torch.arange(0, HEAD, 2) / HEAD), "frequencies", how)
+        angles = as_stored(positions[..., None] / how.stretch * frequencies, "angles", how)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
 
         def rounded(x: Tensor) -> Tensor:
             if not how.rounding:
                 return x
             return x * (1 + how.rounding * (2 * torch.rand(x.shape, generator=random) - 1))
+
+        def read(x: Tensor) -> Tensor:
+            y = norm(x, how.epsilon)
+            return quantized(y, how.inputs) if how.inputs else y
 
         def dropped(x: Tensor) -> Tensor:
             if not how.dropout:
@@ -167,22 +178,26 @@ class Decoder:
 
         x = w["head"][context.ids[:, start:end]]
         for layer in range(LAYERS):
-            y = norm(x, how.epsilon)
+            y = read(x)
             q, k, v = ((y @ w[f"{name}{layer}"]).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for name in "qkv")
             q, k = rotated(q, turn), rotated(k, turn)
             if how.cache_bits_from >= 0:
                 late = (torch.arange(start, end) >= how.cache_bits_from)[:, None]
-                k, v = (torch.where(late, quantized(part, "fp8"), part) for part in (k, v))
+                top = how.cache_top or torch.inf
+                k, v = (torch.where(late, quantized(part.clamp(-top, top), "fp8"), part) for part in (k, v))
             if cache is not None:
                 cache[layer][0][:, :, start:end], cache[layer][1][:, :, start:end] = k, v
                 k, v = cache[layer][0][:, :, :end], cache[layer][1][:, :, :end]
             scores = (q * (how.attention[layer] / HEAD**0.5)) @ k.transpose(-1, -2)
             if bias is not None:
                 scores = scores + bias[:, :, start:end, :end]
-            share = dropped(torch.softmax(scores.masked_fill(~allowed, -1e9), -1))
+            scores = scores.masked_fill(~allowed, -1e9)
+            share = dropped(torch.softmax(scores, -1))
+            if how.sink:
+                share = share * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - how.sink)
             mixed = (share @ v).transpose(1, 2).flatten(2)
             x = rounded(x + mixed @ w[f"o{layer}"])
-            y = norm(x, how.epsilon)
+            y = read(x)
             inner = torch.nn.functional.silu(y @ w[f"gate{layer}"]) * (y @ w[f"up{layer}"])
             out = inner @ w[f"down{layer}"]
             if how.experts and layer == LAYERS - 1:
@@ -201,7 +216,7 @@ class Decoder:
         if how.cap:
             soft = torch.tanh(z / how.cap)
             z = torch.where(z > 0, z, how.cap) * soft if how.formula == "wrong" else how.cap * soft
-        return how.gain * z
+        return as_stored(how.gain * z, "logits", how)
 
     @torch.inference_mode()
     def score(self, how: How, context: Context, random: torch.Generator) -> Tensor:
@@ -209,7 +224,8 @@ class Decoder:
         found = []
         for part in context.batches():
             z = self.forward(how, part, random)[:, :-1]
-            found.append(torch.log_softmax(z, -1).gather(-1, part.ids[:, 1:, None])[..., 0])
+            logps = torch.log_softmax(z, -1).gather(-1, part.ids[:, 1:, None])[..., 0]
+            found.append(as_stored(logps, "log-probs", how))
         return torch.cat(found)
 
     @torch.inference_mode()
@@ -222,10 +238,12 @@ class Decoder:
         *,
         process: Process | None = None,
         prompt_how: How | None = None,
+        later: How | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draws `longest` tokens after each prompt: ids, log-probs they were drawn from, those before `process`.
 
         prompt_how: how the keys and values of the prompts were computed, but for their last token.
+        later: how the second half is drawn.
         """
         context = padded(prompts, [np.zeros(longest, np.int64)] * len(prompts))
         count, total = context.ids.shape
@@ -238,7 +256,8 @@ class Decoder:
         self.forward(prompt_how or how, context, random, kv, 0, start - 1)
         logps, raw = torch.zeros(count, longest), torch.zeros(count, longest)
         for step in range(longest):
-            z = self.forward(how, context, random, kv, start + step - 1, start + step)[:, 0]
+            part = later if later is not None and 2 * step >= longest else how
+            z = self.forward(part, context, random, kv, start + step - 1, start + step)[:, 0]
             plain = torch.log_softmax(z, -1)
             drawn = plain if process is None else torch.log_softmax(process(z[:, :VOCABULARY], seen), -1)
             noise = -torch.log(-torch.log(torch.rand(drawn[:, :VOCABULARY].shape, generator=random)))
@@ -256,6 +275,11 @@ def decoder(seed: int) -> Decoder:
 
 def norm(x: Tensor, epsilon: float) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)
+
+
+def as_stored(x: Tensor, name: str, how: How) -> Tensor:
+    """Returns a value as its side computes it."""
+    return x.bfloat16().float() if name in how.coarse else x
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:

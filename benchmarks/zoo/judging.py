@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.causes.candidates import next_test
 from trimtab.diagnosis.measure.rescored import rescored_sides
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
@@ -33,13 +34,14 @@ OUTWEIGHED = 3.0
 REPEATED = 2
 """How many times healthy kinds are drawn again."""
 CONSIDERED = 3
-"""Number of candidates among which the true family should be."""
+"""Number of candidates among which the true family should be, and of tests that find it."""
 
 
 @dataclass(frozen=True)
 class Said:
     """What a diagnosis says. first: the first cause, `none` or `refused`; kind: of answer (healthy, proven, fits,
-    differential). families: of the candidates, most likely first. wrong: the side that a rescored column accuses.
+    differential). families: of the candidates, most likely first. tests: candidates that each test tells apart, in the
+    order in which they are offered while none finds it. wrong: the side that a rescored column accuses.
     texts: all that is said.
     """
 
@@ -47,6 +49,7 @@ class Said:
     confidence: float
     kind: str = ""
     families: tuple[str, ...] = ()
+    tests: tuple[tuple[str, ...], ...] = ()
     wrong: str = ""
     texts: str = ""
 
@@ -88,12 +91,23 @@ class Judged:
         """Whether the column of the right model leads to the side that differs from it."""
         return self.rescored is not None and self.rescored.wrong == self.wrong
 
-    def among(self, said: Said, count: int) -> bool:
-        """Whether one of the first candidates is of this kind; of wrong values, which are proven, the first cause."""
+    @property
+    def listed(self) -> bool:
+        """Whether the true candidate is among the first."""
+        return self.among(self.said.families[:CONSIDERED])
+
+    @property
+    def found(self) -> bool:
+        """Whether the column of the right model and a few tests lead to it."""
+        tests = self.rescored.tests[:CONSIDERED] if self.rescored else ()
+        return self.among([name for test in tests for name in test])
+
+    def among(self, named: Collection[str]) -> bool:
+        """Whether one of these candidates is of this kind; of wrong values, which are proven, the first cause."""
         if VALUES in self.kind.families and not self.kind.healthy:
             return self.right
         families = self.kind.families | ({NONE, PRECISION} if self.outweighed else set())
-        return bool(families & set(said.families[:count]))
+        return bool(families & set(named))
 
 
 def read(diagnosis: Diagnosis) -> Said:
@@ -103,16 +117,21 @@ def read(diagnosis: Diagnosis) -> Said:
     """
     answer, causes = diagnosis.answer, diagnosis.causes
     first, confidence = (causes[0].name, causes[0].confidence) if causes else (NOTHING, 1.0)
-    families = tuple(candidate.name for candidate in diagnosis.candidates)
-    if answer.kind in ("healthy", "proven") and first in FAMILY:
-        families = (FAMILY[first], *families)
+    is_first = answer.kind in ("healthy", "proven") and first in FAMILY
+    left = [one for one in diagnosis.candidates if not is_first or one.name != FAMILY[first]]
+    families, tests = tuple(one.name for one in left), []
+    while group := next_test(left):
+        tests.append(tuple(one.name for one in group))
+        left = [one for one in left if one not in group]
+    if is_first:
+        families, tests = (FAMILY[first], *families), [(FAMILY[first],), *tests]
     sides = rescored_sides(diagnosis.measured.sample)
-    return Said(first, confidence, answer.kind, families, sides.side if sides else "", repr(answer))
+    return Said(first, confidence, answer.kind, families, tuple(tests), sides.side if sides else "", repr(answer))
 
 
 def said_of(path: Path) -> Said:
     diagnosis = diagnosed(path)
-    return Said(REFUSED, 1.0, families=(VALUES,)) if diagnosis is None else read(diagnosis)
+    return Said(REFUSED, 1.0, families=(VALUES,), tests=((VALUES,),)) if diagnosis is None else read(diagnosis)
 
 
 @dataclass(frozen=True)
@@ -166,7 +185,7 @@ def _share(results: Sequence[Judged], which: Callable[[Judged], bool]) -> str:
     """The share of data sets, each kind with the same weight."""
     parts = [[which(one) for one in results if one.kind is kind] for kind in KINDS]
     shares = [sum(part) / len(part) for part in parts if part]
-    return f"{percent(sum(shares) / len(shares))} of {len(shares)} kinds" if shares else "-"
+    return f"{percent(sum(shares) / len(shares))} of {len(shares)}" if shares else "-"
 
 
 def goals(results: Sequence[Judged]) -> str:
@@ -180,17 +199,17 @@ def goals(results: Sequence[Judged]) -> str:
         (
             "the true candidate among the first three",
             ">= 85%",
-            lambda part: _share(part, lambda one: one.among(one.said, CONSIDERED)),
+            lambda part: _share(part, lambda one: one.listed),
         ),
         (
             "the true candidate first, given the log-probs of the right model",
             "",
-            lambda part: _share(tried(part), lambda one: one.among(one.rescored or one.said, 1)),
+            lambda part: _share(tried(part), lambda one: one.among((one.rescored or one.said).families[:1])),
         ),
         (
-            "the true candidate found by these and the tests of at most three candidates",
+            "the true candidate found by these and at most three tests",
             ">= 90%",
-            lambda part: _share(tried(part), lambda one: one.among(one.rescored or one.said, CONSIDERED)),
+            lambda part: _share(tried(part), lambda one: one.found),
         ),
         (
             "that side named which is wrong, given the same",
@@ -211,21 +230,21 @@ def goals(results: Sequence[Judged]) -> str:
     )
     rows = []
     for text, goal, line in lines:
-        parts = (list(results), *([one for one in results if half(one.kind.name) == side] for side in "AB"))
-        rows.append([text, goal, *(line(part) for part in parts)])
-    return table(["", "goal", "all kinds", "half A", "half B"], rows)
+        parts = ([one for one in results if half(one.kind.name) == side] for side in "ABC")
+        rows.append([text, goal, line(list(results)), *(line(part).partition(" of ")[0] for part in parts)])
+    return table(["", "goal", "mean of all kinds", "half A", "half B", "new: C"], rows)
 
 
 def kinds(results: Sequence[Judged]) -> str:
     """Each kind: its half, data sets, the goals it concerns, and what it was called first.
 
-    The last rows have the kinds of each half that are right in all data sets.
+    The last rows have the kinds of each half of which the candidate was found in all data sets.
     """
     parts = {kind: [one for one in results if one.kind is kind] for kind in KINDS}
-    right = [kind for kind in KINDS if all(one.right and one.among(one.said, CONSIDERED) for one in parts[kind])]
-    groups = [([kind], part) for kind, part in parts.items() if kind not in right]
-    for side in "AB":
-        names = [kind for kind in right if half(kind.name) == side]
+    always = [kind for kind in KINDS if all(one.listed and (one.found or not one.rescored) for one in parts[kind])]
+    groups = [([kind], part) for kind, part in parts.items() if kind not in always]
+    for side in "ABC":
+        names = [kind for kind in always if half(kind.name) == side]
         groups.append((names, [one for kind in names for one in parts[kind]]))
     rows = []
     for names, part in groups:
@@ -234,15 +253,16 @@ def kinds(results: Sequence[Judged]) -> str:
         named = Counter(one.said.first for one in part if not one.right)
         sure = sum(one.sure_and_wrong for one in part)
         called = [f"{name} {count}" for name, count in named.most_common(4)]
+        tried = [one.found for one in part if one.rescored]
         rows.append(
             [
                 "; ".join(kind.name for kind in names if parts[kind]),
                 half(names[0].name),
-                str(len(part)),
                 percent(sum(one.right for one in part) / len(part)),
-                percent(sum(one.among(one.said, CONSIDERED) for one in part) / len(part)),
+                percent(sum(one.listed for one in part) / len(part)),
+                percent(sum(tried) / len(tried)) if tried else "",
                 ", ".join([*called, f"{sure} with confidence 0.7 and more"] if sure else called),
             ]
         )
-    head = ["kind", "half", "data sets", "first cause right", "candidate among three", "named where wrong"]
-    return table(head, rows)
+    head = ["kind", "half", "first cause right", "candidate among three", "found by tests"]
+    return table([*head, "named where wrong"], rows)

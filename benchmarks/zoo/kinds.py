@@ -33,8 +33,9 @@ class Sides:
     process: settings of the sampler; settings: those that a file can state. raw: whether the log-probs before them are
     reported. cached: how the sampler's keys and values of the prompt were computed. place: how the trainer lays out
     sequences (`gap`, `pads`, `pack`, or empty), by `strength`. prompts: what the trainer makes of a prompt.
-    change: of the two columns (tokens,), after all. lag: updates by which the sampler is behind, None where no versions
-    are written.
+    later: the sampler in the second half of responses. foreign: number of first ids of a prompt whose keys and values
+    the sampler has from another one. some: share of the prompts, and what holds for them instead. change: of the two
+    columns (tokens,), after all. lag: updates by which the sampler is behind, None where no versions are written.
     """
 
     sampler: How = RIGHT
@@ -44,6 +45,9 @@ class Sides:
     settings: dict[str, float] = field(default_factory=dict)
     raw: bool = False
     cached: How | None = None
+    later: How | None = None
+    foreign: int = 0
+    some: tuple[float, Sides] | None = None
     place: str = ""
     strength: float = 0.0
     prompts: Prompts | None = None
@@ -82,8 +86,8 @@ class Kind:
 
 
 def half(name: str) -> str:
-    """`A` or `B`, by a fixed hash of the kind's name."""
-    return "AB"[hashlib.sha256(name.encode()).digest()[0] % 2]
+    """`C` for a kind of `NEW`, else `A` or `B` by a fixed hash of the kind's name."""
+    return "C" if any(name == kind.name for kind in NEW) else "AB"[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
 def _kind(name: str, sides: Callable[..., Sides], families: str, accepted: str, wrong: str, **more: object) -> Kind:
@@ -141,12 +145,18 @@ def settings(
     repetition: float = 1.0,
     presence: float = 0.0,
     banned: int = 0,
+    grammar: int = 0,
 ) -> Process:
+    """Returns what a sampler does to logits. grammar: divides the ids that are allowed at every fourth place."""
+
     def process(z: Tensor, seen: Tensor) -> Tensor:
         z, there = z.clone(), seen > 0
         z = torch.where(there, torch.where(z > 0, z / repetition, z * repetition), z) - presence * there
         if banned:
             z[:, 1 : 1 + banned] = -torch.inf
+        if grammar:
+            other = torch.arange(z.shape[1]) % grammar > 0
+            z = z.masked_fill((seen.sum(1, keepdim=True) % 4 == 0) & other, -torch.inf)
         z = z / temperature
         if top_k:
             z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
@@ -235,6 +245,18 @@ def _routing(level: int) -> Sides:
     """Experts are chosen by scores that differ a little between the sides."""
     noisy = How(experts=True, router_noise=(0.005, 0.02, 0.06)[level])
     return Sides(noisy, noisy, How(experts=True))
+
+
+def _old_replica(level: int, step: int) -> Sides:
+    """A part of the prompts is answered by weights of four updates ago."""
+    new = How(ages=(step + 4,) * 3, drift=0.004)
+    old = Sides(How(ages=(step,) * 3, drift=0.004), new, new)
+    return Sides(new, new, new, some=((0.15, 0.25, 0.5)[level], old))
+
+
+def _changed_within(level: int, step: int) -> Sides:
+    new = How(ages=(step + (1, 2, 6)[level],) * 3, drift=0.004)
+    return Sides(How(ages=(step,) * 3, drift=0.004), new, new, later=new)
 
 
 # Changes of the columns themselves.
@@ -362,4 +384,67 @@ FAULTS = (
     ),
 )
 
-KINDS = (*HEALTHY, *FAULTS)
+NEW = (
+    # The attention kernel of a trainer has no sinks: radixark/miles#1500, verl#3894.
+    _kind(
+        "attention sinks left out",
+        lambda level: Sides((right := How(sink=(-1.0, 0.5, 2.0)[level])), right=right),
+        CONFIG,
+        "unexplained quantized?",
+        TRAINER,
+    ),
+    # transformers#29285, Modalities#462.
+    _model(
+        "rotary positions in bfloat16",
+        [{"coarse": v} for v in ("frequencies", "angles", "frequencies angles")],
+        "quantized?",
+    ),
+    # sglang#2050: weights reach the first of several replicas.
+    _aging("one replica old", _old_replica, WEIGHTS, "undelivered? stale? unexplained", 4),
+    # NeMo labs-molt#124: weights are loaded while responses are written.
+    _aging("weights change within responses", _changed_within, WEIGHTS, "undelivered? stale? unexplained", 4),
+    # sgl-cookbook#237, vllm#54705: a cache of 8 bits without scales cuts off large values.
+    _kind(
+        "8-bit cache without scales",
+        lambda level: Sides(How(cache_bits_from=0, cache_top=(2.5, 2.0, 1.5)[level])),
+        QUANTIZED,
+        "quantized? unexplained",
+        SAMPLER,
+    ),
+    # prime-rl#3112: the trainer computes in 8 bits.
+    _kind(
+        "8-bit trainer",
+        lambda level: Sides(trainer=How(bits=("", "fp8", "int4")[level], inputs="fp8")),
+        QUANTIZED,
+        "quantized? unexplained",
+        TRAINER,
+    ),
+    # trl#2811.
+    _settings("guided decoding", [{"grammar": v} for v in (2, 4, 8)], "truncated-sampling?"),
+    # Megatron-LM#7452: each of several ranks counts the whole vocabulary.
+    _kind(
+        "vocabulary counted several times",
+        lambda level: Sides(change=lambda b, p, _random: (b, p - np.log((2, 4, 8)[level]))),
+        LAST,
+        "unexplained",
+        TRAINER,
+    ),
+    # prime-rl#2438, NeMo-RL#3936.
+    _model(
+        "logits in bfloat16",
+        [{"coarse": v} for v in ("logits", "logits", "logits log-probs")],
+        "precision quantized?",
+        f"{LAST} {PRECISION}",
+    ),
+    # vllm#37152: a request reads blocks of the prefix cache that belong to another one.
+    _kind(
+        "prefix cache of another request",
+        lambda level: Sides(some=((0.15, 0.25, 0.5)[level], Sides(foreign=16))),
+        LAYOUT,
+        "unexplained stale-cache?",
+        SAMPLER,
+    ),
+)
+"""Kinds that were written after all log odds had been set, and before the diagnosis saw one of them: half C."""
+
+KINDS = (*HEALTHY, *FAULTS, *NEW)

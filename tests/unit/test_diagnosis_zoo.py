@@ -158,6 +158,8 @@ def computed(name: str, level: int = 2) -> Any:
         ("packed sequences attend", "trainer"),
         ("undelivered", "sampler"),
         ("top-k", "sampler"),
+        ("8-bit trainer", "trainer"),
+        ("prefix cache of another request", "sampler"),
     ],
 )
 def test_a_computed_fault_is_on_one_side(name: str, side: str) -> None:
@@ -170,7 +172,7 @@ def test_a_computed_fault_is_on_one_side(name: str, side: str) -> None:
 
 
 def test_computed_tokens_are_drawn_from_what_the_sampler_reports() -> None:
-    for name in ("int8 weights", "attention scale", "dropout"):
+    for name in ("int8 weights", "attention scale", "dropout", "weights change within responses"):
         stream = computed(name, 0).stream
         assert abs(excess(stream, "trainer", "behavior")) < Z
 

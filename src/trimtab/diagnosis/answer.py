@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from trimtab.diagnosis.advice.rules import FEWEST_TOKENS
+from trimtab.diagnosis.causes.candidates import next_test
 from trimtab.diagnosis.figures import format_interval, interval_of, overrides_text, range_text, with_interval
 from trimtab.diagnosis.hotspots import hotspots
 from trimtab.diagnosis.known_faults import matches
@@ -51,7 +52,7 @@ PROOF = {
     "differential": "Not known: {text}",
 }
 """What the first line says of each kind of answer."""
-OF_BATCH = ("repeated", "advantages")
+OF_BATCH = ("end token", "repeated", "advantages")
 """Findings about the responses of a batch, which the verdict repeats: the log-probs may be right nevertheless."""
 RESCORE = "trimtab rescore FILE --model PATH"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
@@ -164,7 +165,12 @@ class Diagnosis:
 def candidate_text(candidate: Candidate) -> str:
     """Returns what a candidate is, what speaks for and against it, and its test."""
     signs = "; but ".join(filter(None, (candidate.speaks_for, candidate.speaks_against)))
-    return f"{candidate.plain} ({candidate.name}){f': {signs}' if signs else ''}. Test: {candidate.test}."
+    return f"{candidate.plain} ({candidate.name}){f': {signs}' if signs else ''}. Test: {describe_test([candidate])}."
+
+
+def describe_test(told_apart: Sequence[Candidate]) -> str:
+    """Returns a test, and what it finds for each candidate that it tells apart."""
+    return f"{told_apart[0].test}: {', '.join(f'{one.result} if it is {one.name}' for one in told_apart)}"
 
 
 def _kind(causes: Sequence[Cause], severity: str) -> Kind:
@@ -215,10 +221,8 @@ def _first_step(
         if finding.status == "fail":
             return finding.next_step
     if kind == "differential" and diagnosis.candidates:
-        first = diagnosis.candidates[0].test
-        otherwise = (
-            "" if diagnosis.measured.sample.rescored is not None else f" Otherwise `{RESCORE}` says which side is off."
-        )
+        first = describe_test(next_test(diagnosis.candidates))
+        otherwise = "" if diagnosis.measured.rescored else f" Otherwise `{RESCORE}` says which side is off."
         return f"{first[0].upper()}{first[1:]}.{otherwise}"
     if faults:
         return next(iter(faults.values()))

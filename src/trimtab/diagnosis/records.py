@@ -330,7 +330,8 @@ class Candidate:
     """A candidate for a difference that nothing in the data proves.
 
     name: one of `candidates.toml`. plain: what it is. speaks_for, speaks_against: the strongest sign of each kind, ""
-    for none. test: what tells it from the others. found: whether that test found it.
+    for none. test: what tells it from the others; result: what it finds if it is this one; found: whether it did.
+    odds: relative to those of the others.
     """
 
     name: str
@@ -338,6 +339,8 @@ class Candidate:
     speaks_for: str
     speaks_against: str
     test: str
+    result: str
+    odds: float
     found: bool = False
 
 

@@ -1,17 +1,19 @@
 """Ranks the candidates for a difference that nothing in the data proves, by the signs that its tokens show.
 
 A candidate's score is the sum of its log odds (candidates.toml): a prior, and what each sign adds or takes away. The
-order is what is meant to be used; the scores are not probabilities.
+order is what is meant to be used; the scores are not probabilities. Of tests, the one that tells most odds apart comes
+first, which need not be that of the first candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from trimtab.diagnosis.records import Candidate, CandidateKind, read_table
 
-KINDS = tuple(CandidateKind(**row) for row in read_table("candidates.toml")["candidate"])
-EXCLUDED, FOUND = -100.0, 100.0
+TESTS: Mapping[str, str] = read_table("candidates.toml")["test"]
+KINDS = tuple(CandidateKind(**row | {"test": TESTS[row["test"]]}) for row in read_table("candidates.toml")["candidate"])
 
 
 def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | None = None) -> tuple[Candidate, ...]:
@@ -20,30 +22,23 @@ def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | 
     side: the side that `trimtab rescore` found to be off, "" if unknown. tested: whether the test of a candidate found
     it, by name.
     """
-    if not signs:
-        return ()
     tested = tested or {}
-    scored = []
-    for kind in KINDS:
-        score = kind.prior
-        score += sum(weight for name, weight in kind.speaks_for.items() if name in signs)
-        score -= sum(weight for name, weight in kind.speaks_against.items() if name in signs)
-        if (side and side not in kind.sides) or not tested.get(kind.name, True):
-            score += EXCLUDED
-        if tested.get(kind.name):
-            score += FOUND
-        scored.append((score, kind))
-    scored.sort(key=lambda pair: -pair[0])
-    return tuple(
-        _candidate(kind, signs, is_found=tested.get(kind.name, False)) for score, kind in scored if score > EXCLUDED / 2
-    )
+    possible = (kind for kind in KINDS if (not side or side in kind.sides) and tested.get(kind.name, True) and signs)
+    found = [_candidate(kind, signs, is_found=tested.get(kind.name, False)) for kind in possible]
+    return tuple(sorted(found, key=lambda one: (one.found, one.odds), reverse=True))
+
+
+def next_test(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates that one test tells apart, those with the most odds together; empty without any."""
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault(candidate.test, []).append(candidate)
+    return max(groups.values(), key=lambda group: sum(one.odds for one in group), default=[])
 
 
 def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:
     """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
-    speaks_for, speaks_against = (
-        max((name for name in weights if name in signs), key=lambda name: weights[name], default="")
-        for weights in (kind.speaks_for, kind.speaks_against)
-    )
-    test = f"{kind.test}: {kind.wrong} if it is this one"
-    return Candidate(kind.name, kind.plain, signs.get(speaks_for, ""), signs.get(speaks_against, ""), test, is_found)
+    weights = [{name: part[name] for name in part if name in signs} for part in (kind.speaks_for, kind.speaks_against)]
+    odds = math.exp(kind.prior + sum(weights[0].values()) - sum(weights[1].values()))
+    strongest, opposed = (signs[max(part, key=lambda name: part[name])] if part else "" for part in weights)
+    return Candidate(kind.name, kind.plain, strongest, opposed, kind.test, kind.wrong, odds, is_found)

@@ -110,7 +110,9 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
     if mirrored is not None and declared is None:
         found.append(("raw-logprobs", mirrored.confidence, _truncation_text("trainer", "sampler", mirrored)))
     if fit is not None and drawn_by_sampler:
-        found.append(("temperature", _temperature_confidence(tokens, fit), _temperature_text(fit, residual)))
+        sure = min(confidence(fit.z, 8.0), 0.5 + fit.part)
+        is_close = abs(float(tokens.log_ratio.sum())) < MIN_LIKELIHOOD  # about as likely for both
+        found.append(("temperature", min(sure, 0.6) if is_close else sure, _temperature_text(fit, residual)))
     elif fit is not None and drawn_by_trainer and declared is None and mirrored is None:
         sure = 0.6 if fit.a < 1 else min(confidence(residual.z, 4.0), 0.5 + fit.part)
         text = (
@@ -241,12 +243,6 @@ def _follows_trainer(tokens: LogprobPairs, residual: Residual, context: Context)
     """
     is_likelier = float(tokens.log_ratio.sum()) > MIN_TRAINER_LIKELIHOOD
     return is_likelier and residual.ratio_mean > 1 and not (context.repaired and residual.z < 4)
-
-
-def _temperature_confidence(tokens: LogprobPairs, fit: TemperatureFit) -> float:
-    sure = min(confidence(fit.z, 8.0), 0.5 + fit.part)
-    is_close = abs(float(tokens.log_ratio.sum())) < MIN_LIKELIHOOD  # about as likely for both
-    return min(sure, 0.6) if is_close else sure
 
 
 def _temperature_text(fit: TemperatureFit, residual: Residual) -> str:

@@ -207,7 +207,7 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
-    size = log_size(undecided.shift) - _by_probability(undecided)
+    size = centered(log_size(undecided.shift), parts_of(undecided.mean))  # whatever the probability
     depth = np.log(undecided.depth + 4.0)
     _, z = slope_of(centered(size, undecided.row), centered(depth, undecided.row), cluster=undecided.row)
     part = parts_of(undecided.depth)
@@ -244,12 +244,6 @@ def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:
         part, held = len(at) / len(tokens), float(k3[at].sum() / max(k3.sum(), 1e-300))
         if len(at) >= MIN_TOKENS and part < 0.2 and held > 0.3 and held > END_LIFT * part:
             yield "ends", f"the {name} token of a response holds {held:.0%} of k3"
-
-
-def _by_probability(tokens: LogprobPairs) -> np.ndarray:
-    """Returns the mean log size of tokens of about the same probability, for each token."""
-    size = log_size(tokens.shift)
-    return size - centered(size, parts_of(tokens.mean))
 
 
 def _of_time(tokens: LogprobPairs, *, assumes_current: bool) -> Iterator[Sign]:

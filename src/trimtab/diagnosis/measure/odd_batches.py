@@ -17,10 +17,15 @@ MIN_REPEATED_SHARE = 0.1  # least share of them among all
 MIN_GROUPS = 3  # fewest groups whose advantages contradict their rewards
 MIN_GROUP_SHARE = 0.1  # least share of them among the groups that can
 ZERO = 0.01  # part of the largest advantage below which one counts as 0
+MOST_ENDS, MOST_BEFORE = (
+    0.9,
+    0.5,
+)  # least share of an id at the ends of responses, largest of one before it
 
 
 def batch_findings(sample: TokenTable) -> Iterator[Finding]:
-    """Yields what the ids, rewards and advantages of responses to one prompt in one step contradict."""
+    """Yields what is odd: an end token that is not trained, equal responses, advantages against rewards."""
+    yield from _end_tokens(sample)
     prompt = sample.group if sample.prompt is None else sample.prompt
     if prompt is None:
         return
@@ -28,6 +33,20 @@ def batch_findings(sample: TokenTable) -> Iterator[Finding]:
     yield from _repeated(sample, np.stack([prompt, step], axis=1))
     prompt = prompt if sample.group is None else sample.group
     yield from _advantages(sample, np.stack([prompt, step], axis=1))
+
+
+def _end_tokens(sample: TokenTable) -> Iterator[Finding]:
+    """Whether one token, of one id, that the sampler drew follows the last trained one in many responses."""
+    trained = np.flatnonzero(sample.mask)
+    last = trained[np.diff(sample.row[trained], append=-1) != 0]
+    end = last[last + 2 == sample.starts[sample.row[last] + 1]] + 1
+    if sample.ids is None or len(end) < max(MIN_REPEATED, MIN_REPEATED_SHARE * sample.responses):
+        return
+    # What a template adds is not drawn: it has a constant for a log-prob, or the end token before it.
+    columns = sample.ids[end], sample.ids[end - 1], sample.behavior[end]
+    same, *others = (np.unique(values, return_counts=True)[1].max() / len(end) for values in columns)
+    if same >= MOST_ENDS and max(others) < MOST_BEFORE:
+        yield finding("end-token", count=len(end), responses=sample.responses)
 
 
 def _repeated(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:

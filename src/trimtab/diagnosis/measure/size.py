@@ -263,7 +263,9 @@ class DriftSums:
         self._newer += int((age < 0).sum())
         self._youngest = min(self._youngest, int(age.min()))
         bucket = (tokens.cluster % np.uint64(CLUSTERS)).astype(np.int64)[tokens.rows]
-        index = (2 * bucket + (age != 0)) * _BINS + _surprise(tokens.behavior)
+        surprise = octave(np.maximum(-tokens.behavior, 0.0).astype(np.float32), _SMALLEST) >> _COARSER
+        rare_first = _BINS - 1 - np.clip(surprise + 1, 0, _BINS - 1).astype(np.int64)
+        index = (2 * bucket + (age != 0)) * _BINS + rare_first
         for at, values in enumerate((None, tokens.k3)):
             sums = np.bincount(index, weights=values, minlength=self._sums[0].size)
             self._sums[at] += sums.reshape(self._sums[0].shape)
@@ -296,12 +298,6 @@ class DriftSums:
         if share == 1:
             why = "every token is of age 0, so all drift is mismatch"
         return DriftSplit(True, why, float(value[0]), float(value[1]), _split_intervals(clusters, value, seed))
-
-
-def _surprise(logp: np.ndarray) -> np.ndarray:
-    """Returns the bin of each -log p, certain tokens last."""
-    index = octave(np.maximum(-logp, 0.0).astype(np.float32), _SMALLEST) >> _COARSER
-    return _BINS - 1 - np.clip(index + 1, 0, _BINS - 1).astype(np.int64)
 
 
 def _starts(fresh: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.answer import Diagnosis, describe_test
 from trimtab.diagnosis.figures import FIGURES, figure, interval_of, outside, overrides_text
 from trimtab.diagnosis.hotspots import shares
 from trimtab.diagnosis.output.as_text import markdown
@@ -93,7 +93,8 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _candidates(diagnosis: Diagnosis) -> list[Part]:
     cards: list[Part] = []
     for place, candidate in enumerate(diagnosis.answer.candidates, start=1):
-        lines = (("For it", candidate.speaks_for), ("Against it", candidate.speaks_against), ("Test", candidate.test))
+        test = describe_test([candidate])
+        lines = (("For it", candidate.speaks_for), ("Against it", candidate.speaks_against), ("Test", test))
         notes = [Note(f"{text}.", name) for name, text in lines if text]
         cards.append(Card(f"Candidate {place}: {candidate.plain}", notes))
     return cards

@@ -14,11 +14,11 @@ from tests.support import planted_causes as plant
 
 import trimtab.diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
-from trimtab.diagnosis.causes.candidates import KINDS, rank
+from trimtab.diagnosis.causes.candidates import KINDS, next_test, rank
 from trimtab.diagnosis.causes.detector import LogprobPairs
 from trimtab.diagnosis.causes.signs import find_signs
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums
-from trimtab.diagnosis.records import Settings, Stated
+from trimtab.diagnosis.records import Candidate, Settings, Stated
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -64,9 +64,11 @@ def signs(table: TokenTable) -> set[str]:
     return set(find_signs(LogprobPairs.of(table)))
 
 
-def test_noise_of_one_size_has_no_sign_of_a_fault() -> None:
+def test_noise_of_one_size_has_no_sign_of_a_fault_and_few_tokens_have_none() -> None:
     data = Drawn()
-    found = signs(data.table(data.logits + data.noise(0.05)))
+    table = data.table(data.logits + data.noise(0.05))
+    assert signs(table.select(np.arange(RESPONSES) < 0)) == set()
+    found = signs(table)
     assert found == {"mean-one", "size-small", "no-direction", "not-by-id", "even", "flat"}
 
 
@@ -106,8 +108,9 @@ def test_responses_that_carry_a_difference_are_counted() -> None:
     assert rank(found)[0].name == "batch-layout"
 
 
-def test_lists_without_relation_belong_to_other_tokens() -> None:
+def test_lists_without_relation_belong_to_other_tokens_and_another_context_leaves_one() -> None:
     data = Drawn()
+    assert "no-relation" not in signs(data.table(data.logits + data.noise(2.0)))
     table = data.table(data.logits + data.noise(0.02))
     moved = table.trainer.reshape(RESPONSES, LENGTH).copy()
     moved[::6] = np.random.default_rng(1).permutation(moved[::6], axis=1)
@@ -118,11 +121,6 @@ def test_lists_without_relation_belong_to_other_tokens() -> None:
     causes = find_causes(plant.measured(table))
     assert [one.name for one in causes] == ["unexplained"]  # other experts would answer in every response
     assert find_candidates(plant.measured(table), causes, {})[0].name == "pairs"
-
-
-def test_another_context_leaves_a_relation() -> None:
-    data = Drawn()
-    assert "no-relation" not in signs(data.table(data.logits + data.noise(2.0)))
 
 
 def test_a_difference_that_begins_with_a_turn_is_one_of_context() -> None:
@@ -162,23 +160,22 @@ def test_settings_that_the_file_states() -> None:
     assert "settings-stated" in stated
 
 
-def test_few_tokens_have_no_signs() -> None:
-    data = Drawn()
-    table = data.table(data.logits)
-    assert find_signs(LogprobPairs.of(table.select(np.arange(RESPONSES) < 0))) == {}
-
-
 SHOWN = {"by-id": "the token id decides 20%", "size-coarse": "logits differ by 0.5"}
 
 
 def test_what_was_tested_and_the_side_that_is_off_decide() -> None:
-    names = [one.name for one in rank(SHOWN)]
-    assert names[0] == "quantized"
+    assert rank(SHOWN)[0].name == "quantized"
     assert "quantized" not in [one.name for one in rank(SHOWN, tested={"quantized": False})]
     assert rank(SHOWN, tested={"randomness": True})[0].name == "randomness"
-    assert {"settings", "quantized"} & {one.name for one in rank(SHOWN, side="trainer")} == set()
+    assert "settings" not in {one.name for one in rank(SHOWN, side="trainer")}
     assert "randomness" not in {one.name for one in rank(SHOWN, side="sampler")}
     assert rank({}) == ()
+
+
+def test_the_test_that_tells_most_odds_apart_comes_first() -> None:
+    one, two, three = (Candidate(*"abcd", test, "", odds) for test, odds in (("x", 3.0), ("y", 2.0), ("y", 1.5)))
+    assert (next_test([one, two, three]), next_test([one, two]), next_test([])) == ([two, three], [one], [])
+    assert {one.name for one in next_test(rank(SHOWN))} == {"quantized", "model-config"}
 
 
 def test_a_candidate_says_what_speaks_for_and_against_it() -> None:

@@ -90,9 +90,8 @@ def test_noise_has_no_direction_and_another_temperature_has() -> None:
 
 def test_a_temperature_that_is_not_known_is_not_called_quantized() -> None:
     table = drawn(np.full(200, 0.02), temperature=1.3)
-    assert first(table).name == "temperature"
     cause = first(table, "temperature")
-    assert cause.name == "unexplained"
+    assert (first(table).name, cause.name) == ("temperature", "unexplained")
     assert "probability of a token decides where its logit moves" in cause.evidence
 
 
@@ -315,10 +314,9 @@ def run_of(folder: Path, noise: float, *changes: tuple[str, str], seed: int = 0)
     return run
 
 
-def noise_cause(result: Diagnosis) -> Cause | None:
-    named = [cause for cause in result.causes if cause.name in ("precision", "quantized")]
-    assert len(named) <= 1
-    return named[0] if named else None
+def noise_cause(result: Diagnosis) -> Cause:
+    (named,) = [cause for cause in result.causes if cause.name in ("precision", "quantized")]
+    return named
 
 
 QUANTIZE = ('quantize = "none"', 'quantize = "int8"')
@@ -329,21 +327,16 @@ FLOAT32 = (('dtype = "bfloat16"', 'dtype = "float32"'), ('autocast = "bfloat16"'
 def test_a_default_run_is_precision_however_large_it_is(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", COARSE)
     cause = noise_cause(trimtab.diagnose(run))
-    assert cause is not None
-    assert cause.name == "precision"
-    assert cause.confidence == 0.95
+    assert (cause.name, cause.confidence) == ("precision", 0.95)
     assert cause.evidence.endswith(
         "the run's recipe says sampler bfloat16, trainer float32 under bfloat16 autocast, nothing quantized"
     )
-    # The same through a single file of the run.
-    cause = noise_cause(trimtab.diagnose(run / "trajectories" / "step-000005.parquet"))
-    assert cause is not None
-    assert cause.name == "precision"
+    single = trimtab.diagnose(run / "trajectories" / "step-000005.parquet")
+    assert noise_cause(single).name == "precision"
 
 
 def test_a_quantized_run_is_quantized_however_small_it_is(tmp_path: Path) -> None:
     cause = noise_cause(trimtab.diagnose(run_of(tmp_path / "run", FINE, QUANTIZE)))
-    assert cause is not None
     assert cause.name == "quantized"
     assert "engine.quantize = int8" in cause.evidence
 
@@ -353,9 +346,7 @@ def test_without_a_recipe_size_decides(tmp_path: Path, noise: float, name: str) 
     run = run_of(tmp_path / "run", noise)
     shutil.copytree(run / "trajectories", tmp_path / "moved")
     for path in (tmp_path / "moved", run_of(tmp_path / "server", noise, SERVER)):
-        diagnosis = trimtab.diagnose(path)
-        cause = noise_cause(diagnosis)
-        assert cause is not None
+        cause = noise_cause(trimtab.diagnose(path))
         assert cause.name == name
         assert "recipe" not in cause.evidence or "server" in path.name
 
@@ -370,7 +361,6 @@ def test_more_than_any_arithmetic_makes_is_not_called_precision(tmp_path: Path) 
 
 def test_a_recipe_of_float32_on_both_sides_is_contradicted(tmp_path: Path) -> None:
     cause = noise_cause(trimtab.diagnose(run_of(tmp_path / "run", FINE, *FLOAT32)))
-    assert cause is not None
     assert (cause.name, cause.confidence) == ("precision", 0.5)
     assert "although the run's recipe says sampler float32, trainer float32, nothing quantized" in cause.evidence
 
@@ -400,8 +390,7 @@ def test_the_sampler_and_versions_of_a_run_are_read(tmp_path: Path) -> None:
     ]
     (run / "provenance.json").write_text(json.dumps(starts))
     origin = trimtab.diagnose(run).measured.origin
-    assert origin.engine == "vllm"
-    assert origin.versions == {"torch": "2.13.0+cpu", "vllm": "0.32.0"}, "what all starts agree on"
+    assert (origin.engine, origin.versions) == ("vllm", {"torch": "2.13.0+cpu", "vllm": "0.32.0"}), "of all starts"
     both = trimtab.diagnose([run, run_of(tmp_path / "other", FINE, seed=1)]).measured.origin
     assert (both.engine, both.versions) == ("", {}), "embedded, and without a provenance"
     (run / "provenance.json").write_text("[")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,24 @@ from trimtab.diagnosis.measure.odd_batches import batch_findings
 from trimtab.diagnosis.tokens import TokenTable
 
 GROUPS, SIZE, LENGTH = 12, 4, 20
+DRAWN = -np.random.default_rng(1).random((GROUPS * SIZE, LENGTH))
 
 
-def responses(different: int, logp: float = -1.0, **columns: Any) -> TokenTable:
+def responses(different: int, logp: Any = -1.0, **columns: Any) -> TokenTable:
     """GROUPS prompts with SIZE responses each, of which `different` are."""
     texts = np.random.default_rng(0).integers(0, 1000, (GROUPS, SIZE, LENGTH))
     texts = texts[:, np.arange(SIZE) % different].reshape(-1, LENGTH)
     group = np.repeat(np.arange(GROUPS), SIZE)
     none = np.zeros((GROUPS * SIZE, LENGTH)).tolist()
     return table(none, ids=texts.tolist(), behavior=logp, group=group, **columns)
+
+
+def ended(before: int, logp: Any) -> TokenTable:
+    """Responses that end with one of `before` ids, and then with id 7, which is not trained."""
+    sound = responses(SIZE, logp)
+    left = LENGTH - sound.position
+    ids = np.where(left == 1, 7, np.where(left == 2, sound.row % before, sound.ids))
+    return replace(sound, ids=ids, mask=left > 1)
 
 
 def test_copies_of_improbable_responses_are_counted() -> None:
@@ -32,11 +42,20 @@ def test_copies_of_improbable_responses_are_counted() -> None:
 
 @pytest.mark.parametrize(
     "sound",
-    [responses(SIZE), responses(2, logp=-0.1), responses(2, step=np.tile([0, 0, 1, 1], GROUPS))],
-    ids=["all differ", "probable", "asked again in a later step"],
+    [
+        *(responses(SIZE), responses(2, logp=-0.1), responses(2, step=np.tile([0, 0, 1, 1], GROUPS))),
+        *(ended(9, -1.0), ended(1, DRAWN)),
+    ],
+    ids=["all differ", "probable", "asked again in a later step", "end not drawn", "after an end that is trained"],
 )
-def test_other_copies_are_not(sound: TokenTable) -> None:
+def test_other_copies_and_ends_are_not(sound: TokenTable) -> None:
     assert list(batch_findings(sound)) == []
+
+
+def test_an_end_token_that_was_drawn_must_be_trained() -> None:
+    (found,) = batch_findings(ended(9, DRAWN))
+    assert (found.status, found.name) == ("note", "end token")
+    assert found.detail.startswith("in 48 of 48 responses the last token that the sampler drew")
 
 
 def rewards(*groups: tuple[float, ...]) -> np.ndarray:
