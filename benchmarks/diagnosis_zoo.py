@@ -41,7 +41,7 @@ written with B in view as well. **Quote B.** C came later, from public reports, 
 
 ## Each kind
 
-The last rows have the kinds of which the candidate was always found.
+Last are kinds whose candidate was always found.
 
 {each}
 """
