@@ -46,7 +46,7 @@ class Monitor:
     on_alarm: is called with each alarm; by default it is a `TrimtabWarning`.
     sample_tokens: trained tokens of the sample, on each rank.
     process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
-        `torch.distributed` is initialized.
+        `torch.distributed` is initialized at the first call.
     merge_ranks: False measures each rank alone, without a collective, where ranks do not call alike.
     stop_on: what stops the training, of "reward", "ess", "length" and "mismatch": at the first sign of a collapse
         `observe` raises `GuardStop`, and again whenever it is called. It says what was seen, and the newest step that
@@ -76,8 +76,8 @@ class Monitor:
         if self._stop_on:
             exit_when_stopped()
         self._group = process_group
-        self._distributed = merge_ranks and dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank(process_group) if self._distributed else 0
+        self._merge_ranks = merge_ranks
+        self._distributed, self._rank = False, 0
         self._folder = None if out is None else Path(out).absolute()
         self._every = every
         self._on_alarm = on_alarm or warn
@@ -87,7 +87,6 @@ class Monitor:
     def _begin_run(self) -> None:
         self._out = None if self._folder is None else _new_folder(self._folder)
         self._open = False  # Whether `close` has files to write.
-        self._sample = ResponseSample(self._sample_tokens, seed=self._rank)
         self._current: tuple[int, Metrics, dict[str, float]] | None = None
         self._history = History()
         self._last_seen: dict[str, int] = {}  # name of an alarm -> number of the step, counted from 0
@@ -160,6 +159,11 @@ class Monitor:
             self._begin_run()
         if self._stopped:
             raise GuardStop(self._stopped)
+        if not self._history.count and self._current is None:
+            # Not earlier: a monitor may be made before `torch.distributed` is initialized.
+            self._distributed = self._merge_ranks and dist.is_available() and dist.is_initialized()
+            self._rank = dist.get_rank(self._group) if self._distributed else 0
+            self._sample = ResponseSample(self._sample_tokens, seed=self._rank)
         if self._out is not None and not self._open:
             self._open = True
             atexit.register(self._close_at_exit)

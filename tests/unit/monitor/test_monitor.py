@@ -306,8 +306,8 @@ def test_a_script_that_is_stopped_exits_with_status_3_and_one_line(tmp_path: Pat
 
 
 def ranks(rank: int, folder: str) -> None:
+    monitor = Monitor(f"{folder}/logs")  # Before the process group, as scripts of TRL make it.
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    monitor = Monitor(f"{folder}/logs")
     part = slice(0, 10) if rank == 0 else slice(10, ROWS)
     for step in range(2):
         one = batch(step)
