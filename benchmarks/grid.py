@@ -16,7 +16,7 @@ import numpy as np
 
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
-from trimtab.runs.atomic import locked
+from trimtab.runs.directory import locked
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.display import RunsDisplay, open_display
 from trimtab.trainer.lab.runner import train_all
