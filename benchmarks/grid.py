@@ -43,7 +43,7 @@ def run(cells: Sequence[Cell], root: Path, *, workers: int, samples: int, proble
     `samples` samples at temperature 1 for each of the first `problems` held-out problems (none for `samples` = 0).
     """
     configs = {cell.name: cell.config(root) for cell in cells}
-    with locked(root, "comparison"), open_display(RunsDisplay) as observer:
+    with locked(root), open_display(RunsDisplay) as observer:
         results = train_all(configs, workers=workers, observer=observer, keep=samples > 0)
     failed = {name: result.error for name, result in results.items() if result.status != "done"}
     if failed:
