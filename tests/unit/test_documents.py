@@ -29,7 +29,7 @@ def test_the_architecture_page_has_a_line_for_each_package_and_walks_over_files_
     package = ROOT / "src" / "trimtab"
     for part, place in zip(page.partition("## The trainer")[::2], (package, package / "trainer"), strict=True):
         rows = re.findall(r"^\| `(\w+)` \|", part, flags=re.MULTILINE)
-        assert rows == sorted(folder.name for folder in place.iterdir() if folder.is_dir() and folder.name[0] != "_")
+        assert rows == sorted({file.relative_to(place).parts[0] for file in place.glob("[!_]*/[!_]*.*")})
     walked = re.findall(r"`(\w+/[\w/]*(?:\.py|/))`", page.partition("## Walk one")[2])
     assert len(walked) > 20
     assert {path for path in walked if not (package / path).exists()} == set()
