@@ -143,21 +143,21 @@ def table(cells: Sequence[Cell], store: Store) -> Iterable[str]:
             "runs": len(rows),
             "low": sum(result(row) < 0.5 * max(row["curve"]) for row in rows),
             "seed": sum(result(row) >= tuned[row["seed"]] - 0.05 for row in rows),
+            "unseen": sum(result(row) < tuned[row["seed"]] - 0.05 and not returned(row) for row in rows),
             "mean": sum(result(row) >= mean - 0.05 for row in rows),
             "tuned, seed": len(rows) * statistics.mean(pairs),
             "tuned, mean": len(rows) * statistics.mean(tuned[seed] >= without[seed] - 0.05 for seed in tuned),
         }
         shares = [result(row) / max(row["curve"]) for row in rows]
-        returns = statistics.mean(returned(row) for row in rows)
         yield (
             f"| `{cell.failing}`, {name} | {len(rows)} | {sum(row['status'] == 'diverged' for row in rows)} "
             f"| {interval(result(row) for row in rows)} | {interval(tuned[row['seed']] for row in rows)} "
-            f"| {counts['seed']} | {counts['mean']} | {min(shares):.2f} | {returns:.1f} |"
+            f"| {counts['seed']} | {counts['mean']} | {min(shares):.2f} | {statistics.mean(map(returned, rows)):.1f} |"
         )
         for key, value in counts.items():
             totals[key] += value
     if count := totals["runs"]:
-        yield f"\n{count:.0f} runs; below half of its best: {totals['low']:.0f}"
+        yield f"\n{count:.0f} runs; below half of its best: {totals['low']:.0f}; far, no return: {totals['unseen']:.0f}"
         for name, words in (("seed", "the tuned run of the same seed"), ("mean", "the mean of the tuned runs")):
             yield (
                 f"within .05 of {words}: {totals[name]:.0f} ({totals[name] / count:.0%}); "
