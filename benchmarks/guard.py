@@ -4,14 +4,14 @@
     python benchmarks/guard.py --hours 0       # tables of the runs that are there
     python benchmarks/guard.py --figure docs/images/guard.png
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
-    python benchmarks/guard.py --changed       # of these, the runs that did not fall: trained with the guard
+    python benchmarks/guard.py --healthy 100   # of these, as many that did not fall: trained with the guard
     python benchmarks/guard.py --lost 20 [--silent]    # samplers whose weights stop arriving at a random step
     python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
 `CELLS` are the cells of the fair map whose mean at published settings is more than .05 below that of the same method
 at its tuned rate and below the accuracy before training, and cells of the sweeps of rates that fail. Each run with the
 guard is compared with the stored run of the same seed at the tuned rate. A run's result is the last evaluation that
-was not discarded.
+was not discarded. With the guard, accuracy is measured at each of its checkpoints.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trimtab.trainer.run import train as train_run
 from trimtab.types import Engine
 
 RESULTS = FAIR_MAP.with_name("guard.parquet")
-PART, BASELINE, CHANGED = "guard", "baseline", "changed"
+PART, BASELINE, HEALTHY = "guard", "baseline", "healthy"
 LONG = "laboratory-long"
 UNHARMED = "did not fall"
 ON = 'guard.on=["reward","ess","mismatch","nonfinite"]'
@@ -95,13 +95,18 @@ UNSEEN = (
 def planned(cell: Cell, seeds: int, out: Path, factor: float, *, guarded: bool) -> list[PlannedRun]:
     sets = [] if cell.model else [f"eval.problems={PROBLEMS}"]
     if guarded:
-        sets += [ON, f"guard.every={cell.every}", f"guard.lr_factor={factor}"]
+        sets += [*guarded_every(cell.every), f"guard.lr_factor={factor}"]
     spec = cell.failing if guarded else cell.tuned
     folder = out / (cell.model or "laboratory") / (PART if guarded else BASELINE)
     plan = plan_experiment([spec], [regime(cell.regime)], seeds, folder, model=cell.model, sets=sets)
     # Results are kept by method, regime and seed: the short and the long laboratory must differ in one of them.
     named = replace(plan.runs[0].regime, name=cell.regime if cell.model else f"{cell.regime}, 11 tokens")
     return [replace(run, regime=named) for run in plan.runs]
+
+
+def guarded_every(steps: int) -> list[str]:
+    """Settings of a guard that keeps a checkpoint, and evaluates, after so many steps."""
+    return [ON, f"guard.every={steps}", f"eval.every={steps}"]
 
 
 def result(row: dict[str, Any]) -> float:
@@ -207,27 +212,28 @@ def offline() -> Iterable[str]:
     yield from names
 
 
-def changed(store: Store, out: Path, workers: int) -> Iterable[str]:
-    """Trains the runs that did not fall and have a sign, with the guard, and compares their accuracy."""
-    rows = [row for row, kind, sign in signs() if kind == UNHARMED and sign is not None]
-    unharmed = sum(kind == UNHARMED for _, kind, _ in signs())
-    differences: list[float] = []
+def healthy(store: Store, out: Path, workers: int, count: int) -> Iterable[str]:
+    """Trains some of the runs that did not fall with the guard: how many returned, and their accuracy."""
+    rows = [row for row, kind, _ in signs() if kind == UNHARMED and row["part"] == "map"]
+    rows = random.Random(0).sample(rows, min(count, len(rows)))
+    runs: list[PlannedRun] = []
     for row in rows:
         # Where a step has few updates, every step may be the last one before a collapse.
-        sets = [ON, f"guard.every={4 if row['planned_steps'] > 8 else 1}"]
+        sets = guarded_every(4 if row["planned_steps"] > 8 else 1)
         plan = plan_experiment(
-            [row["method"]], [regime(row["regime"])], row["seed"] + 1, out / "changed", model=LONG, sets=sets
+            [row["method"]], [regime(row["regime"])], row["seed"] + 1, out / HEALTHY, model=LONG, sets=sets
         )
-        (run,) = (run for run in plan.runs if run.seed == row["seed"])
-        yield from train(CHANGED, [run], store, workers, math.inf)
-        with_guard = store.rows[CHANGED, row["method"], row["regime"], row["seed"]]
-        differences.append(result(with_guard) - row["accuracy"])
-        yield (
-            f"{row['regime']} {row['method']} seed {row['seed']}: {row['accuracy']:.3f} without, "
-            f"{result(with_guard):.3f} with, returned {returned(with_guard):g} times"
-        )
-    differences += [0.0] * (unharmed - len(rows))
-    yield f"with the guard less without, all {unharmed} runs: {interval(differences)}"
+        runs += [run for run in plan.runs if run.seed == row["seed"]]
+    yield from train(HEALTHY, runs, store, workers, math.inf)
+    pairs = [(row, store.rows[HEALTHY, row["method"], row["regime"], row["seed"]]) for row in rows]
+    for row, with_guard in pairs:
+        if returned(with_guard) or result(with_guard) != row["accuracy"]:
+            yield (
+                f"{row['regime']} {row['method']} seed {row['seed']}: {row['accuracy']:.3f} without, "
+                f"{result(with_guard):.3f} with, returned {returned(with_guard):g} times"
+            )
+    yield f"{sum(not returned(one) for _, one in pairs)} of {len(pairs)} runs that did not fall did not return"
+    yield f"with the guard less without: {interval(result(one) - row['accuracy'] for row, one in pairs)}"
 
 
 def draw(store: Store, path: Path) -> None:
@@ -342,7 +348,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))
     parser.add_argument("--offline", action="store_true", help="signs in the stored runs of the fair map")
-    parser.add_argument("--changed", action="store_true", help="train those that did not fall and have a sign")
+    parser.add_argument("--healthy", type=int, metavar="RUNS", help="train as many of those that did not fall")
     parser.add_argument("--figure", type=Path, help="draw one run with and without the guard")
     parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
     parser.add_argument("--lost", type=int, metavar="RUNS", help="runs of each sampler that loses its weights")
@@ -360,8 +366,8 @@ def main() -> None:
         for line in lost_weights(given.lost, given.only, silent=given.silent):
             print(line, flush=True)
         return
-    if given.changed:
-        for line in changed(Store.open(given.results), given.out, given.workers):
+    if given.healthy:
+        for line in healthy(Store.open(given.results), given.out, given.workers, given.healthy):
             print(line, flush=True)
         return
     if given.figure:
