@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.causes.candidates import next_test
+from trimtab.diagnosis.causes.candidates import families
 from trimtab.diagnosis.measure.rescored import rescored_sides
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
@@ -40,16 +40,16 @@ CONSIDERED = 3
 @dataclass(frozen=True)
 class Said:
     """What a diagnosis says. first: the first cause, `none` or `refused`; kind: of answer (healthy, proven, fits,
-    differential). families: of the candidates, most likely first. tests: candidates that each test tells apart, in the
-    order in which they are offered while none finds it. wrong: the side that a rescored column accuses.
+    differential). candidates: most likely first. families: those that one test tells apart, in the order in which they
+    are offered. wrong: the side that a rescored column accuses.
     texts: all that is said.
     """
 
     first: str
     confidence: float
     kind: str = ""
-    families: tuple[str, ...] = ()
-    tests: tuple[tuple[str, ...], ...] = ()
+    candidates: tuple[str, ...] = ()
+    families: tuple[tuple[str, ...], ...] = ()
     wrong: str = ""
     texts: str = ""
 
@@ -93,21 +93,20 @@ class Judged:
 
     @property
     def listed(self) -> bool:
-        """Whether the true candidate is among the first."""
+        """Whether the true candidate is in one of the first families."""
         return self.among(self.said.families[:CONSIDERED])
 
     @property
     def found(self) -> bool:
         """Whether the column of the right model and a few tests lead to it."""
-        tests = self.rescored.tests[:CONSIDERED] if self.rescored else ()
-        return self.among([name for test in tests for name in test])
+        return self.rescored is not None and self.among(self.rescored.families[:CONSIDERED])
 
-    def among(self, named: Collection[str]) -> bool:
-        """Whether one of these candidates is of this kind; of wrong values, which are proven, the first cause."""
+    def among(self, named: Sequence[Collection[str]]) -> bool:
+        """Whether one of these families has the true candidate; of wrong values, which are proven, the first cause."""
         if VALUES in self.kind.families and not self.kind.healthy:
             return self.right
         families = self.kind.families | ({NONE, PRECISION} if self.outweighed else set())
-        return bool(families & set(named))
+        return any(not families.isdisjoint(one) for one in named)
 
 
 def read(diagnosis: Diagnosis) -> Said:
@@ -119,19 +118,17 @@ def read(diagnosis: Diagnosis) -> Said:
     first, confidence = (causes[0].name, causes[0].confidence) if causes else (NOTHING, 1.0)
     is_first = answer.kind in ("healthy", "proven") and first in FAMILY
     left = [one for one in diagnosis.candidates if not is_first or one.name != FAMILY[first]]
-    families, tests = tuple(one.name for one in left), []
-    while group := next_test(left):
-        tests.append(tuple(one.name for one in group))
-        left = [one for one in left if one not in group]
+    candidates = [one.name for one in left]
+    tests = [tuple(one.name for one in family) for family in families(left)]
     if is_first:
-        families, tests = (FAMILY[first], *families), [(FAMILY[first],), *tests]
-    sides = rescored_sides(diagnosis.measured.sample)
-    return Said(first, confidence, answer.kind, families, tuple(tests), sides.side if sides else "", repr(answer))
+        candidates, tests = [FAMILY[first], *candidates], [(FAMILY[first],), *tests]
+    side = sides.side if (sides := rescored_sides(diagnosis.measured.sample)) else ""
+    return Said(first, confidence, answer.kind, tuple(candidates), tuple(tests), side, repr(answer))
 
 
 def said_of(path: Path) -> Said:
     diagnosis = diagnosed(path)
-    return Said(REFUSED, 1.0, families=(VALUES,), tests=((VALUES,),)) if diagnosis is None else read(diagnosis)
+    return Said(REFUSED, 1.0, candidates=(VALUES,), families=((VALUES,),)) if diagnosis is None else read(diagnosis)
 
 
 @dataclass(frozen=True)
@@ -197,17 +194,22 @@ def goals(results: Sequence[Judged]) -> str:
     lines: Sequence[tuple[str, str, Callable[[list[Judged]], str]]] = (
         ("wrong with confidence 0.7 and more", "<= 1%", lambda part: _share(part, lambda one: one.sure_and_wrong)),
         (
-            "the true candidate among the first three",
+            "the true candidate in the first three families",
             ">= 85%",
             lambda part: _share(part, lambda one: one.listed),
         ),
         (
-            "the true candidate first, given the log-probs of the right model",
+            "the true candidate among the first three single ones",
+            "",
+            lambda part: _share(part, lambda one: one.among([one.said.candidates[:CONSIDERED]])),
+        ),
+        (
+            "the true candidate in the first family, given the log-probs of the right model",
             "",
             lambda part: _share(tried(part), lambda one: one.among((one.rescored or one.said).families[:1])),
         ),
         (
-            "the true candidate found by these and at most three tests",
+            "the true candidate found by at most three tests, given the same",
             ">= 90%",
             lambda part: _share(tried(part), lambda one: one.found),
         ),
@@ -264,5 +266,5 @@ def kinds(results: Sequence[Judged]) -> str:
                 ", ".join([*called, f"{sure} with confidence 0.7 and more"] if sure else called),
             ]
         )
-    head = ["kind", "half", "first cause right", "candidate among three", "found by tests"]
+    head = ["kind", "half", "first cause right", "in the first three families", "found by tests"]
     return table([*head, "named where wrong"], rows)

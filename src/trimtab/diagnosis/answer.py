@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from trimtab.diagnosis.advice.rules import FEWEST_TOKENS
-from trimtab.diagnosis.causes.candidates import next_test
+from trimtab.diagnosis.causes.candidates import families
 from trimtab.diagnosis.figures import format_interval, interval_of, overrides_text, range_text, with_interval
 from trimtab.diagnosis.hotspots import hotspots
 from trimtab.diagnosis.known_faults import matches
@@ -44,7 +44,7 @@ MOST_KNOWN = 3
 MOST_SPOTS = 3
 """Largest number of hotspots that the answer names."""
 SHOWN = 3
-"""Number of candidates that the answer names."""
+"""Number of families of candidates that the answer names."""
 PROOF = {
     "healthy": "",
     "proven": "Proven: {text}",
@@ -69,7 +69,7 @@ class Answer:
     do first, each after its label ("", Also, Candidate 1, First). read, size, masked, where, split: sentences about
     the data; masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the
     sentence. faults: the remedy, by name, of the causes and findings that must be repaired before any correction.
-    findings: everything that was found, the causes first. candidates: those that are shown. known: faults that were
+    findings: everything that was found, the causes first. families: the candidates that are shown, those that one test tells apart together. known: faults that were
     reported in public, by cause. method: the recommended preset, after the condition under which it is one.
     outcome: that of the recommended preset.
     """
@@ -86,7 +86,7 @@ class Answer:
     split: str
     faults: Mapping[str, str]
     findings: tuple[Finding, ...]
-    candidates: tuple[Candidate, ...]
+    families: tuple[Sequence[Candidate], ...]
     known: Mapping[str, tuple[KnownFault, ...]]
     method: str
     outcome: PresetOutcome | None
@@ -132,11 +132,11 @@ class Diagnosis:
         wrong = next((finding.detail for finding in findings if finding.status == "fail"), nothing)
         texts = [cause_text(cause) for cause in causes] or [wrong]
         named = [(label, f"{text}.") for label, text in zip(("", "Also"), texts, strict=False)]
-        candidates = () if kind == "healthy" else self.candidates[:SHOWN]
-        if candidates and candidates[0].found:
-            kind, named = "proven", [("", f"{candidates[0].plain} ({candidates[0].name}), as its test found.")]
+        shown = () if kind == "healthy" else tuple(families(self.candidates)[:SHOWN])
+        if shown and (likeliest := shown[0][0]).found:
+            kind, named = "proven", [("", f"{likeliest.plain} ({likeliest.name}), as its test found.")]
         named[0] = ("", PROOF[kind].format(text=f"{named[0][1][0].lower()}{named[0][1][1:]}") or named[0][1])
-        named += [(f"Candidate {place}", candidate_text(one)) for place, one in enumerate(candidates, start=1)]
+        named += [(f"Candidate {place}", family_text(one)) for place, one in enumerate(shown, start=1)]
         named += [
             ("Also", f"{one.detail[0].upper()}{one.detail[1:]}.") for one in origin.findings if one.name in OF_BATCH
         ]
@@ -155,22 +155,27 @@ class Diagnosis:
             split=_split_text(measured),
             faults=faults,
             findings=findings,
-            candidates=candidates,
+            families=shown,
             known={cause.name: _shown(cause.name, origin, faults, severity) for cause in causes},
             method=f"if {doubt.intended}, {method}" if doubt else method,
             outcome=(exact or same or [None])[0],
         )
 
 
+def family_text(family: Sequence[Candidate]) -> str:
+    """Returns what the candidates of a family are, what speaks for and against each, and their test."""
+    return f"{' Or '.join(map(candidate_text, family))} Test: {describe_test(family)}."
+
+
 def candidate_text(candidate: Candidate) -> str:
-    """Returns what a candidate is, what speaks for and against it, and its test."""
+    """Returns what a candidate is, and what speaks for and against it."""
     signs = "; but ".join(filter(None, (candidate.speaks_for, candidate.speaks_against)))
-    return f"{candidate.plain} ({candidate.name}){f': {signs}' if signs else ''}. Test: {describe_test([candidate])}."
+    return f"{candidate.plain} ({candidate.name}){f': {signs}' if signs else ''}."
 
 
-def describe_test(told_apart: Sequence[Candidate]) -> str:
-    """Returns a test, and what it finds for each candidate that it tells apart."""
-    return f"{told_apart[0].test}: {', '.join(f'{one.result} if it is {one.name}' for one in told_apart)}"
+def describe_test(family: Sequence[Candidate]) -> str:
+    """Returns the test of a family, and what it finds for each of its candidates."""
+    return f"{family[0].test}: {', '.join(f'{one.result} if it is {one.name}' for one in family)}"
 
 
 def _kind(causes: Sequence[Cause], severity: str) -> Kind:
@@ -221,7 +226,7 @@ def _first_step(
         if finding.status == "fail":
             return finding.next_step
     if kind == "differential" and diagnosis.candidates:
-        first = describe_test(next_test(diagnosis.candidates))
+        first = describe_test(families(diagnosis.candidates)[0])
         otherwise = "" if diagnosis.measured.rescored else f" Otherwise `{RESCORE}` says which side is off."
         return f"{first[0].upper()}{first[1:]}.{otherwise}"
     if faults:

@@ -1,8 +1,8 @@
 """Ranks the candidates for a difference that nothing in the data proves, by the signs that its tokens show.
 
 A candidate's score is the sum of its log odds (candidates.toml): a prior, and what each sign adds or takes away. The
-order is what is meant to be used; the scores are not probabilities. Of tests, the one that tells most odds apart comes
-first, which need not be that of the first candidate.
+order is what is meant to be used; the scores are not probabilities. Candidates that one test tells apart are a family;
+the family with the most odds together comes first, which need not be that of the first candidate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from trimtab.diagnosis.records import Candidate, CandidateKind, read_table
 
 TESTS: Mapping[str, str] = read_table("candidates.toml")["test"]
 KINDS = tuple(CandidateKind(**row | {"test": TESTS[row["test"]]}) for row in read_table("candidates.toml")["candidate"])
+
+NEGLIGIBLE = 0.1
+"""Odds relative to the first candidate of a family below which another one is not named."""
 
 
 def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | None = None) -> tuple[Candidate, ...]:
@@ -28,12 +31,17 @@ def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | 
     return tuple(sorted(found, key=lambda one: (one.found, one.odds), reverse=True))
 
 
-def next_test(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates that one test tells apart, those with the most odds together; empty without any."""
+def families(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Returns the candidates that one test tells apart together: a family that was found, then by the sum of odds.
+
+    candidates: most likely first; those that are far less likely than the first of their family are left out.
+    """
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        groups.setdefault(candidate.test, []).append(candidate)
-    return max(groups.values(), key=lambda group: sum(one.odds for one in group), default=[])
+        group = groups.setdefault(candidate.test, [candidate])
+        if candidate is not group[0] and candidate.odds >= NEGLIGIBLE * group[0].odds:
+            group.append(candidate)
+    return sorted(groups.values(), key=lambda group: (group[0].found, sum(one.odds for one in group)), reverse=True)
 
 
 def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:

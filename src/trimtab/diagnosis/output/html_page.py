@@ -92,11 +92,13 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _candidates(diagnosis: Diagnosis) -> list[Part]:
     cards: list[Part] = []
-    for place, candidate in enumerate(diagnosis.answer.candidates, start=1):
-        test = describe_test([candidate])
-        lines = (("For it", candidate.speaks_for), ("Against it", candidate.speaks_against), ("Test", test))
-        notes = [Note(f"{text}.", name) for name, text in lines if text]
-        cards.append(Card(f"Candidate {place}: {candidate.plain}", notes))
+    for place, family in enumerate(diagnosis.answer.families, start=1):
+        notes = []
+        for candidate in family:
+            lines = (("", candidate.plain), ("For it", candidate.speaks_for), ("Against it", candidate.speaks_against))
+            notes += [Note(f"{text}.", name or candidate.name) for name, text in lines if text]
+        names = " or ".join(candidate.name for candidate in family)
+        cards.append(Card(f"Candidate {place}: {names}", [*notes, Note(f"{describe_test(family)}.", "Test")]))
     return cards
 
 

@@ -14,7 +14,7 @@ from tests.support import planted_causes as plant
 
 import trimtab.diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
-from trimtab.diagnosis.causes.candidates import KINDS, next_test, rank
+from trimtab.diagnosis.causes.candidates import KINDS, families, rank
 from trimtab.diagnosis.causes.detector import LogprobPairs
 from trimtab.diagnosis.causes.signs import find_signs
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums
@@ -172,10 +172,14 @@ def test_what_was_tested_and_the_side_that_is_off_decide() -> None:
     assert rank({}) == ()
 
 
-def test_the_test_that_tells_most_odds_apart_comes_first() -> None:
+def test_candidates_of_one_test_are_a_family_and_that_with_most_odds_comes_first() -> None:
     one, two, three = (Candidate(*"abcd", test, "", odds) for test, odds in (("x", 3.0), ("y", 2.0), ("y", 1.5)))
-    assert (next_test([one, two, three]), next_test([one, two]), next_test([])) == ([two, three], [one], [])
-    assert {one.name for one in next_test(rank(SHOWN))} == {"quantized", "model-config"}
+    assert families([one, two, three]) == [[two, three], [one]]
+    assert families([one, two]) == [[one], [two]]
+    assert families([one, two, replace(three, odds=0.1)]) == [[one], [two]]
+    assert families([replace(two, found=True), one]) == [[replace(two, found=True)], [one]]
+    assert families([]) == []
+    assert {one.name for one in families(rank(SHOWN))[0]} == {"quantized", "model-config"}
 
 
 def test_a_candidate_says_what_speaks_for_and_against_it() -> None:
