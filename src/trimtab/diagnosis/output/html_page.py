@@ -96,7 +96,8 @@ def _candidates(diagnosis: Diagnosis) -> list[Part]:
         notes = []
         for candidate in family:
             lines = (("", candidate.plain), ("For it", candidate.speaks_for), ("Against it", candidate.speaks_against))
-            notes += [Note(f"{text}.", name or candidate.name) for name, text in lines if text]
+            label = candidate.name if len(family) > 1 else ""
+            notes += [Note(f"{text}.", name or label) for name, text in lines if text]
         names = " or ".join(candidate.name for candidate in family)
         cards.append(Card(f"Candidate {place}: {names}", [*notes, Note(f"{describe_test(family)}.", "Test")]))
     return cards
