@@ -258,7 +258,7 @@ UNSEEN = (
     # The trainer's log-probs depend on the size of the micro-batch: trl#6789, torchtitan#3629.
     _trainer(
         "kernels by micro-batch",
-        lambda level: (How(tiles=(0.004, 0.01, 0.03)[level]), How()),
+        lambda level: (How(tiles=(0.006, 0.012, 0.03)[level]), How()),
         f"{RANDOM} {PRECISION}",
         "precision quantized?",
     ),
