@@ -11,10 +11,12 @@ import torch
 
 from zoo.bases import FOLDER, read
 from zoo.decoder import START, VOCABULARY, Context, Decoder, decoder, padded
-from zoo.kinds import SAMPLER, TRAINER, Kind, Sides
+from zoo.sides import SAMPLER, TRAINER, Kind, Sides
 from zoo.streams import Stream, prompt_ids
 
 SHORTEST, LONGEST, GROUP, PACKED = 24, 120, 8, 5
+END, RARE, IMAGE = 2, 60, 4
+"""The id that ends a response, the first one that is rare, and the position of an image in a prompt."""
 BASES: Mapping[str, dict[str, float]] = {
     "bfloat16": {"rounding": 2.0**-9},
     "float16": {"rounding": 2.0**-12},
@@ -149,6 +151,8 @@ def _step(
 ) -> dict[str, np.ndarray]:
     sampling, training = (torch.Generator().manual_seed(int(random.integers(2**31))) for _ in range(2))
     held = [with_foreign(prompt, sides.foreign) for prompt in prompts]
+    if sides.forgotten:
+        return _turns(model, sides, held, lengths, sampling, training)
     ids, processed, raw = model.sample(
         sides.sampler,
         held,
@@ -159,23 +163,78 @@ def _step(
         later=sides.later,
     )
     responses = [row[:length] for row, length in zip(ids.numpy(), lengths, strict=True)]
-    reported = raw if sides.raw else processed
-    flat = lambda table: np.concatenate([row[:n] for row, n in zip(table.numpy(), lengths, strict=True)]).astype(float)  # noqa: E731
+    reported = lists(raw if sides.raw else processed, lengths)
+    for row in np.flatnonzero(random.random(len(responses)) < sides.ended) if sides.ended else ():
+        responses[row] = np.append(responses[row][:-1], END)
+        if sides.end_logp is not None:
+            reported[row] = np.append(reported[row][:-1], sides.end_logp)
+    if sides.reported is not None:
+        reported = sides.reported(reported, random)
     seen = prompts if sides.prompts is None else [sides.prompts(prompt) for prompt in prompts]
     after = int(lengths.max())
-    if sides.place == "pack":
+    if sides.place in ("pack", "state", "zigzag"):
         trainer = packed(model, sides, seen, responses, training, random)
     else:
-        context = laid_out(padded(seen, responses), after, seen, sides)
-        trainer = flat(model.score(sides.trainer, context, training)[:, -after:])
+        others = responses if not sides.encoded else [encoded(row, sides.encoded, random) for row in responses]
+        context = laid_out(padded(seen, others), after, seen, sides, lengths)
+        trainer = flat(model.score(sides.trainer, context, training)[:, -after:], lengths)
     right = model.score(sides.right, padded(prompts, responses), training)[:, -after:]
     return {
         "lengths": lengths,
         "ids": np.concatenate(responses),
-        "behavior": flat(reported),
+        "behavior": np.concatenate(reported).astype(float),
         "trainer": trainer,
-        "rescored": flat(right),
+        "rescored": flat(right, lengths),
     }
+
+
+def lists(table: torch.Tensor, lengths: np.ndarray) -> list[np.ndarray]:
+    """The first values of each row."""
+    return [row[:n] for row, n in zip(table.numpy(), lengths, strict=True)]
+
+
+def flat(table: torch.Tensor, lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate(lists(table, lengths)).astype(float)
+
+
+def _turns(
+    model: Decoder,
+    sides: Sides,
+    prompts: Sequence[np.ndarray],
+    lengths: np.ndarray,
+    sampling: torch.Generator,
+    training: torch.Generator,
+) -> dict[str, np.ndarray]:
+    """Responses of two turns: the sampler's second one is without the first tokens of the first one."""
+    turns = (lengths // 2, lengths - lengths // 2)
+    asked, answers, behavior, rescored = list(prompts), [], [], []
+    for turn in turns:
+        after = int(turn.max())
+        ids, logps, _ = model.sample(sides.sampler, asked, after, sampling)
+        answers.append(lists(ids, turn))
+        behavior.append(lists(logps, turn))
+        right = model.score(sides.right, padded(asked, answers[-1]), training)[:, -after:]
+        rescored.append(lists(right, turn))
+        kept = [answer[int(sides.forgotten * len(answer)) :] for answer in answers[-1]]
+        asked = [np.concatenate(parts) for parts in zip(asked, kept, strict=True)]
+    joined = lambda parts: [np.concatenate(pair) for pair in zip(*parts, strict=True)]  # noqa: E731
+    responses, after = joined(answers), int(lengths.max())
+    trainer = model.score(sides.trainer, padded(prompts, responses), training)[:, -after:]
+    return {
+        "lengths": lengths,
+        "ids": np.concatenate(responses),
+        "behavior": np.concatenate(joined(behavior)).astype(float),
+        "trainer": flat(trainer, lengths),
+        "rescored": np.concatenate(joined(rescored)).astype(float),
+    }
+
+
+def encoded(response: np.ndarray, share: float, random: np.random.Generator) -> np.ndarray:
+    """Returns a response in which a rare token and the one behind it are two frequent ones, for a share of them."""
+    other = response.copy()
+    for place in np.flatnonzero((response[:-1] >= RARE) & (random.random(len(response) - 1) < share)):
+        other[place : place + 2] = 1 + response[place] % 12, 1 + response[place + 1] % 12
+    return other
 
 
 def with_foreign(prompt: np.ndarray, count: int) -> np.ndarray:
@@ -184,11 +243,12 @@ def with_foreign(prompt: np.ndarray, count: int) -> np.ndarray:
     return np.append(prompt[::-1][:count], prompt[count:])
 
 
-def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides: Sides) -> Context:
-    """The batch as a trainer with a fault of left padding has it.
+def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides: Sides, lengths: np.ndarray) -> Context:
+    """The batch as a trainer with a fault has it.
 
     gap: positions of the response continue behind those of the padded prompt, for `strength` of it. pads: padding is
-    attended to, with `strength` added to its scores.
+    attended to, with `strength` added to its scores. grid: the `strength` tokens of an image in the prompt have one
+    position. slices: labels are shifted within the slices of `strength` ranks, two for each.
     """
     before = context.ids.shape[1] - after
     missing = before - torch.tensor([len(prompt) for prompt in prompts])
@@ -196,6 +256,21 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
         positions = context.positions.float()
         positions[:, before:] += sides.strength * missing[:, None]
         return replace(context, positions=positions)
+    if sides.place == "grid":
+        sizes = torch.tensor([min(int(sides.strength), len(prompt) - IMAGE - 1) for prompt in prompts])[:, None]
+        behind = context.positions - (sizes - 1)
+        return replace(
+            context, positions=torch.where(context.positions < IMAGE, context.positions, behind.clamp_min(IMAGE))
+        )
+    if sides.place == "slices":
+        labels = context.ids.clone()
+        for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            begin, ranks = before - len(prompt), int(sides.strength)
+            starts = begin + np.arange(2 * ranks) * (len(prompt) + int(length)) // (2 * ranks)
+            for rank in range(ranks - 1):
+                labels[row, starts[rank + 1]] = context.ids[row, starts[2 * ranks - 1 - rank]]
+                labels[row, starts[2 * ranks - 1 - rank]] = START
+        return replace(context, labels=labels)
     if sides.place == "pads":
         places = torch.arange(context.ids.shape[1])
         pads = (places < missing[:, None])[:, None, None]
@@ -214,7 +289,9 @@ def packed(
 ) -> np.ndarray:
     """Log-probs of a trainer that packs `PACKED` sequences into a row and attends across their borders.
 
-    Positions begin anew; scores across a border are lower by `strength`.
+    Positions begin anew; scores across a border are lower by `strength`. state: only the state of linear attention
+    crosses a border. zigzag: log-probs of a row, whose slices lie on `strength` ranks, are put together in an order
+    that is not theirs.
     """
     order = random.permutation(len(prompts))
     scores: list[np.ndarray] = [np.zeros(0)] * len(prompts)
@@ -226,9 +303,12 @@ def packed(
         own = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(sizes))
         positions = torch.cat([torch.arange(size) for size in sizes])[None]
         places = torch.arange(len(own))
-        bias = sides.strength * (own[:, None] != own)[None, None].float()
+        bias = (sides.strength if sides.place == "pack" else -1e9) * (own[:, None] != own)[None, None].float()
         context = Context(ids, positions, (places[:, None] >= places)[None, None], bias)
         found = model.score(sides.trainer, context, training)[0].numpy()
+        if sides.place == "zigzag":
+            slices = np.array_split(found, 2 * int(sides.strength))
+            found = np.concatenate([*slices[::2], *slices[1::2][::-1]])
         for row, end in zip(members, np.cumsum(sizes), strict=True):
             scores[row] = found[end - 1 - len(responses[row]) : end - 1]
     return np.concatenate(scores).astype(float)

@@ -33,13 +33,23 @@ class How:
     logits, 0 for none; tanh or `wrong`, z * tanh(z / cap) where z > 0. gain: factor on logits. epsilon: of the norms.
     offset: added to the gain of the last norm. adapter: size of a low-rank update; adapter_scale: factor on it;
     adapter_rank: of its columns, those that are used. ages: updates applied to the output matrix and each layer, of
-    size `drift`. untied: noise of an output matrix of its own. padded: ids beyond the vocabulary that take part in the
-    softmax. dropout: of attention. sink: score of a position without content that attention sees as well, 0 for none.
-    bits: of weights, int8, fp8, int4 or empty. cache_bits_from: position from which keys and values are of 8 bits, -1
-    for none; cache_top: the largest that fit, 0 for all. inputs: bits of what layers read. rounding: relative error of
-    activations; 2**-9 for bfloat16, 2**-12 for float16. spread: how much the sharpness of the logits varies with the
-    context. experts: whether the last layer is a mixture; router_noise: of its scores. coarse: what is computed in
-    bfloat16 of `frequencies angles logits log-probs`.
+    size `drift`. untied: noise of an output matrix of its own. padded: ids beyond the vocabulary that take part in
+    the softmax. dropout: of attention. sink: score of a position without content that attention sees as well, 0 for
+    none. bits: of weights, int8, fp8, int4 or empty. cache_bits_from: position from which keys and values are of 8
+    bits, -1 for none; cache_top: the largest that fit, 0 for all. inputs: bits of what layers read. rounding:
+    relative error of activations; 2**-9 for bfloat16, 2**-12 for float16. spread: how much the sharpness of the
+    logits varies with the context. experts: whether the last layer is a mixture; router_noise: of its scores. coarse:
+    what is computed in bfloat16 of `frequencies angles logits log-probs`. score_cap: soft cap of attention scores, 0
+    for none. turned: pairs of each head that are rotated. long_from, long_stretch: number of tokens from which
+    positions are divided by `long_stretch`, 0 for none. two_way: first tokens that attend to one another in both
+    directions. decay: of the state of the first layer, which is linear attention where this is above 0; skip: factor
+    on its values beside the state. expert_scale: factor on the answer of experts; expert_bias: size of a bias of
+    each, in proportion to its probability where `weighted`. repeated: first position whose experts are taken and the
+    one after the last that has them. one_shard: matrices whose second half of heads is the first half again.
+    unadapted: those without the adapter. one_scale: groups of quantized matrices that have the largest scale among
+    them. ranks: over which sums of matrices are split, rounded to bfloat16, 1 for none. tiles: relative error of
+    weights that each batch has for itself. slices: of the vocabulary, each with a softmax of its own in what the
+    sampler reports. ahead: number of tokens by which logits are behind the ids whose log-probs are taken.
     """
 
     theta: float = 10_000.0
@@ -69,6 +79,24 @@ class How:
     experts: bool = False
     router_noise: float = 0.0
     coarse: str = ""
+    score_cap: float = 0.0
+    turned: int = HEAD // 2
+    long_from: int = 0
+    long_stretch: float = 1.0
+    two_way: int = 0
+    decay: float = 0.0
+    skip: float = 0.0
+    expert_scale: float = 0.8
+    expert_bias: float = 0.0
+    weighted: bool = True
+    repeated: tuple[int, int] = (0, 0)
+    one_shard: str = ""
+    unadapted: str = ""
+    one_scale: tuple[str, ...] = ()
+    ranks: int = 1
+    tiles: float = 0.0
+    slices: int = 1
+    ahead: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +104,21 @@ class Context:
     """Left-padded sequences and what they attend to.
 
     ids, positions: (batch, length). allowed: (batch, 1, length, length). bias: added to attention scores, or None.
+    labels: the ids (batch, length) whose log-probs are taken in place of `ids`, or None.
     """
 
     ids: Tensor
     positions: Tensor
     allowed: Tensor
     bias: Tensor | None = None
+    labels: Tensor | None = None
 
     def batches(self) -> Iterator[Context]:
         """Batches that fit a processor's cache."""
-        parts = (self.ids, self.positions, self.allowed, *(() if self.bias is None else (self.bias,)))
-        for columns in zip(*(part.split(BATCH) for part in parts), strict=True):
-            yield Context(*columns)
+        for first in range(0, len(self.ids), BATCH):
+            rows = slice(first, first + BATCH)
+            bias, labels = (None if part is None else part[rows] for part in (self.bias, self.labels))
+            yield Context(self.ids[rows], self.positions[rows], self.allowed[rows], bias, labels)
 
 
 class Decoder:
@@ -117,6 +148,7 @@ class Decoder:
         self.pads = self._normal(512, WIDTH) * 0.8 / WIDTH**0.5
         self.sharp = self._normal(WIDTH) / WIDTH**0.5
         self.bias = -0.55 * torch.log(1.0 + torch.arange(VOCABULARY))
+        self.expert_bias = self._normal(WIDTH, EXPERTS)
         self.loaded = cache(self._loaded)
 
     def _normal(self, *shape: int) -> Tensor:
@@ -132,14 +164,22 @@ class Decoder:
         for name, plain in self.plain.items():
             part = 0 if name == "head" else 1 + int(name[-1])
             weight = plain + how.drift * self.updates[name][: how.ages[part]].sum(0)
-            if how.adapter and name in self.lora:
+            if how.adapter and name in self.lora and name[:-1] not in how.unadapted.split():
                 a, b = self.lora[name]
                 low = a[:, : how.adapter_rank] @ b[: how.adapter_rank]
                 weight = weight + how.adapter * how.adapter_scale * low
+            if name in how.one_shard.split():
+                weight = weight[:, : WIDTH // 2].repeat(1, 2)
             weights[name] = weight
         weights["output"] = weights["head"] + how.untied * self.untied
         if how.bits:
+            tops = {name: weight.abs().max() for name, weight in weights.items()}
             weights = {name: quantized(weight, how.bits) for name, weight in weights.items()}
+            for layer in range(LAYERS):
+                for group in how.one_scale:
+                    names = [f"{name}{layer}" for name in group.split()]
+                    for name in names:
+                        weights[name] = weights[name] * max(tops[other] for other in names) / tops[name]
         return weights
 
     def forward(
@@ -153,13 +193,23 @@ class Decoder:
     ) -> Tensor:
         """Returns the logits of positions `start` to `end` (0: the last); writes keys and values into `cache`."""
         w = self.loaded(how)
+        if how.tiles:
+            w = {name: x * (1 + how.tiles * (2 * torch.rand(x.shape, generator=random) - 1)) for name, x in w.items()}
         end = end or context.ids.shape[1]
         positions = context.positions[:, start:end]
         allowed, bias = context.allowed[:, :, start:end, :end], context.bias
         if how.window:
             allowed = allowed & (context.positions[:, None, None, :end] > positions[:, None, :, None] - how.window)
-        frequencies = as_stored(how.theta ** (-torch.arange(0, HEAD, 2) / HEAD), "frequencies", how)
-        angles = as_stored(positions[..., None] / how.stretch * frequencies, "angles", how)
+        if how.two_way:
+            first = (context.positions[:, :end] > 0) & (context.positions[:, :end] <= how.two_way)
+            allowed = allowed | (first[:, None, start:end, None] & first[:, None, None])
+        stretch = how.stretch
+        if how.long_from and int(context.positions[:, :end].max()) >= how.long_from:
+            stretch = how.long_stretch
+        size = 2 * how.turned
+        frequencies = as_stored(how.theta ** (-torch.arange(0, size, 2) / size), "frequencies", how)
+        frequencies = torch.nn.functional.pad(frequencies, (0, HEAD // 2 - how.turned))
+        angles = as_stored(positions[..., None] / stretch * frequencies, "angles", how)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
 
         def rounded(x: Tensor) -> Tensor:
@@ -170,6 +220,15 @@ class Decoder:
         def read(x: Tensor) -> Tensor:
             y = norm(x, how.epsilon)
             return quantized(y, how.inputs) if how.inputs else y
+
+        def projected(x: Tensor, weight: Tensor) -> Tensor:
+            if how.ranks == 1:
+                return x @ weight
+            parts = [a @ b for a, b in zip(x.chunk(how.ranks, -1), weight.chunk(how.ranks), strict=True)]
+            total = parts[0].bfloat16()
+            for part in parts[1:]:
+                total = total + part.bfloat16()
+            return total.float()
 
         def dropped(x: Tensor) -> Tensor:
             if not how.dropout:
@@ -189,23 +248,38 @@ class Decoder:
                 cache[layer][0][:, :, start:end], cache[layer][1][:, :, start:end] = k, v
                 k, v = cache[layer][0][:, :, :end], cache[layer][1][:, :, :end]
             scores = (q * (how.attention[layer] / HEAD**0.5)) @ k.transpose(-1, -2)
-            if bias is not None:
-                scores = scores + bias[:, :, start:end, :end]
-            scores = scores.masked_fill(~allowed, -1e9)
-            share = dropped(torch.softmax(scores, -1))
+            if how.score_cap:
+                scores = how.score_cap * torch.tanh(scores / how.score_cap)
+            if how.decay and layer == 0:
+                distance = torch.arange(start, end)[:, None] - torch.arange(end)
+                share = (scores * (1 - how.decay) * how.decay ** distance.clamp_min(0)).masked_fill(~allowed, 0.0)
+                share = share + how.skip * (distance == 0)
+            else:
+                if bias is not None:
+                    scores = scores + bias[:, :, start:end, :end]
+                scores = scores.masked_fill(~allowed, -1e9)
+                share = dropped(torch.softmax(scores, -1))
             if how.sink:
                 share = share * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - how.sink)
             mixed = (share @ v).transpose(1, 2).flatten(2)
-            x = rounded(x + mixed @ w[f"o{layer}"])
+            x = rounded(x + projected(mixed, w[f"o{layer}"]))
             y = read(x)
             inner = torch.nn.functional.silu(y @ w[f"gate{layer}"]) * (y @ w[f"up{layer}"])
-            out = inner @ w[f"down{layer}"]
+            out = projected(inner, w[f"down{layer}"])
             if how.experts and layer == LAYERS - 1:
                 route = y @ self.router
                 route = route + how.router_noise * torch.randn(route.shape, generator=random)
-                one = torch.nn.functional.one_hot(route.argmax(-1), EXPERTS).to(x)
+                chosen = route.argmax(-1)
+                begin, stop = how.repeated
+                if stop:
+                    same = chosen.gather(1, (positions == begin).int().argmax(1, keepdim=True))
+                    chosen = torch.where((positions >= begin) & (positions < stop), same, chosen)
+                one = torch.nn.functional.one_hot(chosen, EXPERTS).to(x)
                 every = torch.stack([inner @ expert for expert in self.mixture], -1)
-                out = out + 0.8 * (every * one[:, :, None]).sum(-1)
+                if how.expert_bias:
+                    share = torch.softmax(route, -1)[:, :, None] if how.weighted else 1.0
+                    every = every + how.expert_bias * share * self.expert_bias
+                out = out + how.expert_scale * (every * one[:, :, None]).sum(-1)
             x = rounded(x + out)
         h = rounded(norm(x, how.epsilon) * (1 + how.offset * torch.tanh(self.sharp * WIDTH**0.5)))
         sharpness = torch.exp(how.spread * torch.tanh(0.9 * h @ self.sharp) + 2.0)[..., None]
@@ -224,7 +298,9 @@ class Decoder:
         found = []
         for part in context.batches():
             z = self.forward(how, part, random)[:, :-1]
-            logps = torch.log_softmax(z, -1).gather(-1, part.ids[:, 1:, None])[..., 0]
+            labels = part.ids if part.labels is None else part.labels
+            logps = torch.log_softmax(z.roll(how.ahead, 1) if how.ahead else z, -1)
+            logps = logps.gather(-1, labels[:, 1:, None])[..., 0]
             found.append(as_stored(logps, "log-probs", how))
         return torch.cat(found)
 
@@ -263,6 +339,9 @@ class Decoder:
             noise = -torch.log(-torch.log(torch.rand(drawn[:, :VOCABULARY].shape, generator=random)))
             chosen = (drawn[:, :VOCABULARY] + noise).argmax(-1, keepdim=True)
             logps[:, step], raw[:, step] = drawn.gather(1, chosen)[:, 0], plain.gather(1, chosen)[:, 0]
+            if part.slices > 1:
+                masses = torch.logsumexp(drawn.unflatten(1, (part.slices, -1)), -1)
+                logps[:, step] -= masses.gather(1, chosen * part.slices // VOCABULARY)[:, 0]
             context.ids[:, start + step] = chosen[:, 0]
             seen.scatter_add_(1, chosen, torch.ones(count, 1))
         return context.ids[:, start:].clone(), logps, raw

@@ -103,7 +103,7 @@ class Judged:
 
     def among(self, named: Sequence[Collection[str]]) -> bool:
         """Whether one of these families has the true candidate; of wrong values, which are proven, the first cause."""
-        if VALUES in self.kind.families and not self.kind.healthy:
+        if self.kind.families == {VALUES}:
             return self.right
         families = self.kind.families | ({NONE, PRECISION} if self.outweighed else set())
         return any(not families.isdisjoint(one) for one in named)
@@ -232,9 +232,9 @@ def goals(results: Sequence[Judged]) -> str:
     )
     rows = []
     for text, goal, line in lines:
-        parts = ([one for one in results if half(one.kind.name) == side] for side in "ABC")
+        parts = ([one for one in results if half(one.kind.name) == side] for side in "ABCD")
         rows.append([text, goal, line(list(results)), *(line(part).partition(" of ")[0] for part in parts)])
-    return table(["", "goal", "mean of all kinds", "half A", "half B", "new: C"], rows)
+    return table(["", "goal", "mean of all kinds", "half A", "half B", "new: C", "blind: D"], rows)
 
 
 def kinds(results: Sequence[Judged]) -> str:
@@ -245,7 +245,7 @@ def kinds(results: Sequence[Judged]) -> str:
     parts = {kind: [one for one in results if one.kind is kind] for kind in KINDS}
     always = [kind for kind in KINDS if all(one.listed and (one.found or not one.rescored) for one in parts[kind])]
     groups = [([kind], part) for kind, part in parts.items() if kind not in always]
-    for side in "ABC":
+    for side in "ABCD":
         names = [kind for kind in always if half(kind.name) == side]
         groups.append((names, [one for kind in names for one in parts[kind]]))
     rows = []

@@ -7,107 +7,42 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from zoo.decoder import RANK, START, How, Process
-
-CONFIG, LAYOUT, LAST, PROMPT, RANDOM = "model-config", "batch-layout", "last-layer", "prompt", "randomness"
-SAMPLING, WEIGHTS, PRECISION, QUANTIZED, ROUTING = "settings", "weights", "rounding", "quantized", "routing"
-VALUES, NONE = "values", "none"
-SAMPLER, TRAINER, NEITHER = "sampler", "trainer", "neither"
-VERSIONED = ("jsonl", "trimtab", "miles")
-
-RIGHT = How()
-Prompts = Callable[[np.ndarray], np.ndarray]
-Change = Callable[[np.ndarray, np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
-
-
-@dataclass(frozen=True)
-class Sides:
-    """How sampler and trainer compute in one step, and how both should.
-
-    process: settings of the sampler; settings: those that a file can state. raw: whether the log-probs before them are
-    reported. cached: how the sampler's keys and values of the prompt were computed. place: how the trainer lays out
-    sequences (`gap`, `pads`, `pack`, or empty), by `strength`. prompts: what the trainer makes of a prompt.
-    later: the sampler in the second half of responses. foreign: number of first ids of a prompt whose keys and values
-    the sampler has from another one. some: share of the prompts, and what holds for them instead. change: of the two
-    columns (tokens,), after all. lag: updates by which the sampler is behind, None where no versions are written.
-    """
-
-    sampler: How = RIGHT
-    trainer: How = RIGHT
-    right: How = RIGHT
-    process: Process | None = None
-    settings: dict[str, float] = field(default_factory=dict)
-    raw: bool = False
-    cached: How | None = None
-    later: How | None = None
-    foreign: int = 0
-    some: tuple[float, Sides] | None = None
-    place: str = ""
-    strength: float = 0.0
-    prompts: Prompts | None = None
-    change: Change | None = None
-    lag: int | None = None
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of fault.
-
-    sides: what differs at a strength (0 to 2) in a step. families: candidates of the diagnosis of which one should
-    be among the first (`values`: what it can prove only). accepted: first causes that count as right; possible:
-    those that do with a confidence below 0.7. wrong: the side at fault, empty where it changes with the strength.
-    detector: whether the diagnosis can prove it. intended: whether it may be said that nothing has to be repaired.
-    steps: of data sets with 5,000 tokens and more. layouts: file formats; empty for all. base: of the noise, empty
-    for several. recipe: states the quantization of the sampler.
-    """
-
-    name: str
-    sides: Callable[[int, int], Sides]
-    families: frozenset[str]
-    accepted: frozenset[str]
-    possible: frozenset[str]
-    wrong: str
-    detector: bool = False
-    intended: bool = False
-    steps: int = 1
-    layouts: tuple[str, ...] = ()
-    base: str = ""
-    recipe: str = ""
-
-    @property
-    def healthy(self) -> bool:
-        return NONE in self.families
+from zoo.decoder import RANK, START, How
+from zoo.sides import (
+    CONFIG,
+    LAST,
+    LAYOUT,
+    NEITHER,
+    PRECISION,
+    PROMPT,
+    QUANTIZED,
+    ROUTING,
+    SAMPLER,
+    SAMPLING,
+    TRAINER,
+    VALUES,
+    VERSIONED,
+    WEIGHTS,
+    Kind,
+    Sides,
+    aging_kind,
+    kind_of,
+    model_kind,
+    settings,
+)
+from zoo.unseen import UNSEEN
 
 
 def half(name: str) -> str:
-    """`C` for a kind of `NEW`, else `A` or `B` by a fixed hash of the kind's name."""
-    return "C" if any(name == kind.name for kind in NEW) else "AB"[hashlib.sha256(name.encode()).digest()[0] % 2]
-
-
-def _kind(name: str, sides: Callable[..., Sides], families: str, accepted: str, wrong: str, **more: object) -> Kind:
-    takes_step = sides.__code__.co_argcount == 2
-    both = sides if takes_step else (lambda level, _step: sides(level))
-    first = {cause.rstrip("?"): cause.endswith("?") for cause in accepted.split()}
-    sure, possible = (frozenset(cause for cause, doubt in first.items() if doubt == one) for one in (False, True))
-    return Kind(name, both, frozenset(families.split()), sure, possible, wrong, **more)  # type: ignore[arg-type]
-
-
-def _model(
-    name: str, changed: Sequence[dict[str, object]], accepted: str = "", families: str = CONFIG, *, wrong: str = ""
-) -> Kind:
-    """Another function on one side, given as fields of `How` by strength; the sampler's at the second one."""
-
-    def sides(level: int) -> Sides:
-        other = How(**changed[level])  # type: ignore[arg-type]
-        return Sides(sampler=other) if level == 1 and not wrong else Sides(trainer=other)
-
-    return _kind(name, sides, families, "unexplained " + accepted, wrong)
+    """`C` for a kind of `NEW`, `D` for one of `UNSEEN`, else `A` or `B` by a fixed hash of the kind's name."""
+    for side, kinds in (("C", NEW), ("D", UNSEEN)):
+        if any(name == kind.name for kind in kinds):
+            return side
+    return "AB"[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
 def _formula(level: int) -> Sides:
@@ -117,7 +52,7 @@ def _formula(level: int) -> Sides:
 
 
 def _trainer(name: str, sides: Callable[[int], Sides]) -> Kind:
-    return _kind(name, sides, LAYOUT, "unexplained", TRAINER)
+    return kind_of(name, sides, LAYOUT, "unexplained", TRAINER)
 
 
 def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
@@ -126,50 +61,7 @@ def _prompt(name: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Kind:
     def sides(level: int) -> Sides:
         return Sides(prompts=lambda prompt: change(prompt, level))
 
-    return _kind(name, sides, PROMPT, "unexplained misaligned? retokenized?", TRAINER)
-
-
-def _aging(name: str, sides: Callable[..., Sides], families: str, accepted: str, steps: int, **more: object) -> Kind:
-    """A fault of the sampler that changes from step to step."""
-    return _kind(name, sides, families, accepted, SAMPLER, steps=steps, **more)
-
-
-# Settings of the sampler, in vLLM's order.
-
-
-def settings(
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    repetition: float = 1.0,
-    presence: float = 0.0,
-    banned: int = 0,
-    grammar: int = 0,
-) -> Process:
-    """Returns what a sampler does to logits. grammar: divides the ids that are allowed at every fourth place."""
-
-    def process(z: Tensor, seen: Tensor) -> Tensor:
-        z, there = z.clone(), seen > 0
-        z = torch.where(there, torch.where(z > 0, z / repetition, z * repetition), z) - presence * there
-        if banned:
-            z[:, 1 : 1 + banned] = -torch.inf
-        if grammar:
-            other = torch.arange(z.shape[1]) % grammar > 0
-            z = z.masked_fill((seen.sum(1, keepdim=True) % 4 == 0) & other, -torch.inf)
-        z = z / temperature
-        if top_k:
-            z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
-        if min_p:
-            z = z.masked_fill(z < z.amax(-1, keepdim=True) + np.log(min_p), -torch.inf)
-        if top_p < 1:
-            ordered, order = z.sort(-1, descending=True)
-            mass = torch.softmax(ordered, -1).cumsum(-1)
-            cut = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], -1) >= top_p
-            z = z.masked_fill(cut.gather(1, order.argsort(-1)), -torch.inf)
-        return z
-
-    return process
+    return kind_of(name, sides, PROMPT, "unexplained misaligned? retokenized?", TRAINER)
 
 
 def _settings(
@@ -187,7 +79,7 @@ def _settings(
 
     layouts = ("jsonl",) if stated else ()
     doubt = "" if detector else "unexplained "
-    return _kind(name, sides, SAMPLING, doubt + accepted, SAMPLER, detector=detector, layouts=layouts)
+    return kind_of(name, sides, SAMPLING, doubt + accepted, SAMPLER, detector=detector, layouts=layouts)
 
 
 # Weights, adapters, caches.
@@ -228,7 +120,7 @@ def _stale_cache(level: int, step: int) -> Sides:
 
 
 def _quantized(name: str, bits: str, *, stated: bool = False) -> Kind:
-    return _kind(
+    return kind_of(
         name,
         lambda _level: Sides(sampler=How(bits=bits)),
         QUANTIZED,
@@ -265,7 +157,7 @@ def _changed_within(level: int, step: int) -> Sides:
 def _healthy(name: str, stored: Callable[[np.ndarray], np.ndarray] | None = None, *, base: str) -> Kind:
     sides = Sides() if stored is None else Sides(change=lambda b, p, _random: (stored(b), stored(p)))
     layouts = () if stored is None else ("jsonl", "trimtab")
-    return _kind(name, lambda _level: sides, "none precision", "none precision", NEITHER, base=base, layouts=layouts)
+    return kind_of(name, lambda _level: sides, "none precision", "none precision", NEITHER, base=base, layouts=layouts)
 
 
 def _equal(_level: int) -> Sides:
@@ -298,26 +190,28 @@ HEALTHY = (
     *(_healthy(f"healthy: {base}", base=base) for base in ("bfloat16", "float16", "float32", "rough", "heavy")),
     _healthy("healthy: stored as float16", lambda b: b.astype(np.float16).astype(float), base="bfloat16"),
     _healthy("healthy: two decimals", lambda b: b.round(2), base="rough"),
-    _kind("healthy: equal", _equal, "none values", "none copied", NEITHER, base="float32"),
+    kind_of("healthy: equal", _equal, "none values", "none copied", NEITHER, base="float32"),
 )
 """Kinds without a fault."""
 
 FAULTS = (
-    _model("rope: base", [{"theta": v} for v in (9500.0, 8500.0, 5000.0)], "quantized?"),
-    _model("rope: scale", [{"stretch": v} for v in (1.002, 1.006, 1.02)], "quantized?"),
-    _model("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "quantized?"),
-    _model("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "quantized?"),
-    _model("attention window", [{"window": v} for v in (110, 100, 80)], "quantized?"),
-    _model("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?", f"{LAST} {CONFIG}"),
-    _kind("soft cap formula", _formula, f"{LAST} {CONFIG}", "unexplained temperature?", TRAINER),
-    _model("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{LAST} {SAMPLING}"),
-    _model("norm epsilon", [{"epsilon": v} for v in (1e-4, 3e-4, 1e-3)]),
-    _model("norm gain", [{"offset": v} for v in (0.03, 0.08, 0.2)], "temperature?"),
-    _model("output matrix untied", [{"untied": v} for v in (0.02, 0.05, 0.15)], "quantized?", f"{LAST} {WEIGHTS}"),
-    _model("output matrix old", [{"ages": (v, 0, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{LAST} {WEIGHTS}"),
-    _model("one layer old", [{"ages": (0, v, 0)} for v in (1, 3, 8)], "undelivered? stale?", WEIGHTS),
-    _model("dropout", [{"dropout": v} for v in (0.01, 0.03, 0.1)], wrong=TRAINER),
-    _model(
+    model_kind("rope: base", [{"theta": v} for v in (9500.0, 8500.0, 5000.0)], "quantized?"),
+    model_kind("rope: scale", [{"stretch": v} for v in (1.002, 1.006, 1.02)], "quantized?"),
+    model_kind("rope: attention factor", [{"attention": (1.0, v)} for v in (1.1, 1.25, 1.6)], "quantized?"),
+    model_kind("attention scale", [{"attention": (v, v)} for v in (1.03, 1.08, 1.2)], "quantized?"),
+    model_kind("attention window", [{"window": v} for v in (110, 100, 80)], "quantized?"),
+    model_kind("soft cap missing", [{"cap": v} for v in (120.0, 70.0, 40.0)], "temperature?", f"{LAST} {CONFIG}"),
+    kind_of("soft cap formula", _formula, f"{LAST} {CONFIG}", "unexplained temperature?", TRAINER),
+    model_kind("logit scale", [{"gain": v} for v in (1.08, 1.2, 0.8)], "temperature", f"{LAST} {SAMPLING}"),
+    model_kind("norm epsilon", [{"epsilon": v} for v in (1e-4, 3e-4, 1e-3)]),
+    model_kind("norm gain", [{"offset": v} for v in (0.03, 0.08, 0.2)], "temperature?"),
+    model_kind("output matrix untied", [{"untied": v} for v in (0.02, 0.05, 0.15)], "quantized?", f"{LAST} {WEIGHTS}"),
+    model_kind(
+        "output matrix old", [{"ages": (v, 0, 0)} for v in (1, 3, 8)], "undelivered? stale?", f"{LAST} {WEIGHTS}"
+    ),
+    model_kind("one layer old", [{"ages": (0, v, 0)} for v in (1, 3, 8)], "undelivered? stale?", WEIGHTS),
+    model_kind("dropout", [{"dropout": v} for v in (0.01, 0.03, 0.1)], wrong=TRAINER),
+    model_kind(
         "padded vocabulary",
         [{"padded": v} for v in (16, 64, 256)],
         "truncated-sampling?",
@@ -330,19 +224,21 @@ FAULTS = (
     _prompt("start token doubled", lambda prompt, _level: np.append(START, prompt)),
     _prompt("another template", lambda prompt, level: np.insert(prompt, 1, np.arange(5, 6 + 2 * level))),
     _prompt("prompt cut", lambda prompt, level: prompt[min(len(prompt) - 2, (1, 4, 12)[level]) :]),
-    _aging("undelivered", _undelivered, WEIGHTS, "undelivered", 8, detector=True, layouts=VERSIONED),
-    _aging("old weights, versions", _old(0), WEIGHTS, "stale", 4, detector=True, intended=True, layouts=VERSIONED),
-    _aging("old weights, no versions", _old(None), WEIGHTS, "stale undelivered? unexplained", 4),
+    aging_kind("undelivered", _undelivered, WEIGHTS, "undelivered", 8, detector=True, layouts=VERSIONED),
+    aging_kind("old weights, versions", _old(0), WEIGHTS, "stale", 4, detector=True, intended=True, layouts=VERSIONED),
+    aging_kind("old weights, no versions", _old(None), WEIGHTS, "stale undelivered? unexplained", 4),
     *(
-        _aging(name, _adapter(scale, rank), WEIGHTS, "undelivered? unexplained", 8)
+        aging_kind(name, _adapter(scale, rank), WEIGHTS, "undelivered? unexplained", 8)
         for name, scale, rank in (
             ("adapter twice", 2.0, RANK),
             ("adapter unmerged", 0.0, RANK),
             ("adapter of another rank", 1.0, RANK // 2),
         )
     ),
-    _aging("stale prefix cache", _stale_cache, WEIGHTS, "stale-cache", 6, detector=True, layouts=VERSIONED),
-    _model("8-bit cache from a position on", [{"cache_bits_from": v} for v in (90, 60, 0)], "quantized?", QUANTIZED),
+    aging_kind("stale prefix cache", _stale_cache, WEIGHTS, "stale-cache", 6, detector=True, layouts=VERSIONED),
+    model_kind(
+        "8-bit cache from a position on", [{"cache_bits_from": v} for v in (90, 60, 0)], "quantized?", QUANTIZED
+    ),
     _quantized("int8 weights, stated", "int8", stated=True),
     *(_quantized(f"{bits} weights", bits) for bits in ("int8", "fp8", "int4")),
     _settings("repetition penalty", [{"repetition": v} for v in (1.02, 1.05, 1.2)], ""),
@@ -371,10 +267,12 @@ FAULTS = (
         "temperature truncated-sampling",
     ),
     _settings("banned ids", [{"banned": v} for v in (1, 4, 16)], "truncated-sampling?"),
-    _kind("routing", _routing, ROUTING, "routing", NEITHER, detector=True),
-    _kind("padding constant trained", _filled(-1.0, (0.01, 0.03, 0.1)), VALUES, "placeholder", SAMPLER, detector=True),
-    _kind("values above 0", _above_zero, VALUES, "unexplained refused placeholder", TRAINER),
-    _kind(
+    kind_of("routing", _routing, ROUTING, "routing", NEITHER, detector=True),
+    kind_of(
+        "padding constant trained", _filled(-1.0, (0.01, 0.03, 0.1)), VALUES, "placeholder", SAMPLER, detector=True
+    ),
+    kind_of("values above 0", _above_zero, VALUES, "unexplained refused placeholder", TRAINER),
+    kind_of(
         "logarithms to base 10",
         lambda _: Sides(change=lambda b, p, _r: (b / np.log(10), p)),
         VALUES,
@@ -386,7 +284,7 @@ FAULTS = (
 
 NEW = (
     # The attention kernel of a trainer has no sinks: radixark/miles#1500, verl#3894.
-    _kind(
+    kind_of(
         "attention sinks left out",
         lambda level: Sides((right := How(sink=(-1.0, 0.5, 2.0)[level])), right=right),
         CONFIG,
@@ -394,17 +292,17 @@ NEW = (
         TRAINER,
     ),
     # transformers#29285, Modalities#462.
-    _model(
+    model_kind(
         "rotary positions in bfloat16",
         [{"coarse": v} for v in ("frequencies", "angles", "frequencies angles")],
         "quantized?",
     ),
     # sglang#2050: weights reach the first of several replicas.
-    _aging("one replica old", _old_replica, WEIGHTS, "undelivered? stale? unexplained", 4),
+    aging_kind("one replica old", _old_replica, WEIGHTS, "undelivered? stale? unexplained", 4),
     # NeMo labs-molt#124: weights are loaded while responses are written.
-    _aging("weights change within responses", _changed_within, WEIGHTS, "undelivered? stale? unexplained", 4),
+    aging_kind("weights change within responses", _changed_within, WEIGHTS, "undelivered? stale? unexplained", 4),
     # sgl-cookbook#237, vllm#54705: a cache of 8 bits without scales cuts off large values.
-    _kind(
+    kind_of(
         "8-bit cache without scales",
         lambda level: Sides(How(cache_bits_from=0, cache_top=(2.5, 2.0, 1.5)[level])),
         QUANTIZED,
@@ -412,7 +310,7 @@ NEW = (
         SAMPLER,
     ),
     # prime-rl#3112: the trainer computes in 8 bits.
-    _kind(
+    kind_of(
         "8-bit trainer",
         lambda level: Sides(trainer=How(bits=("", "fp8", "int4")[level], inputs="fp8")),
         QUANTIZED,
@@ -422,7 +320,7 @@ NEW = (
     # trl#2811.
     _settings("guided decoding", [{"grammar": v} for v in (2, 4, 8)], "truncated-sampling?"),
     # Megatron-LM#7452: each of several ranks counts the whole vocabulary.
-    _kind(
+    kind_of(
         "vocabulary counted several times",
         lambda level: Sides(change=lambda b, p, _random: (b, p - np.log((2, 4, 8)[level]))),
         LAST,
@@ -430,14 +328,14 @@ NEW = (
         TRAINER,
     ),
     # prime-rl#2438, NeMo-RL#3936.
-    _model(
+    model_kind(
         "logits in bfloat16",
         [{"coarse": v} for v in ("logits", "logits", "logits log-probs")],
         "precision quantized?",
         f"{LAST} {PRECISION}",
     ),
     # vllm#37152: a request reads blocks of the prefix cache that belong to another one.
-    _kind(
+    kind_of(
         "prefix cache of another request",
         lambda level: Sides(some=((0.15, 0.25, 0.5)[level], Sides(foreign=16))),
         LAYOUT,
@@ -447,4 +345,4 @@ NEW = (
 )
 """Kinds that were written after all log odds had been set, and before the diagnosis saw one of them: half C."""
 
-KINDS = (*HEALTHY, *FAULTS, *NEW)
+KINDS = (*HEALTHY, *FAULTS, *NEW, *UNSEEN)

@@ -160,6 +160,10 @@ def computed(name: str, level: int = 2) -> Any:
         ("top-k", "sampler"),
         ("8-bit trainer", "trainer"),
         ("prefix cache of another request", "sampler"),
+        ("adapter on attention only", "sampler"),
+        ("state across packed sequences", "trainer"),
+        ("reasoning of the last turn kept", "trainer"),
+        ("log-probs of another rank", "sampler"),
     ],
 )
 def test_a_computed_fault_is_on_one_side(name: str, side: str) -> None:
@@ -172,9 +176,26 @@ def test_a_computed_fault_is_on_one_side(name: str, side: str) -> None:
 
 
 def test_computed_tokens_are_drawn_from_what_the_sampler_reports() -> None:
-    for name in ("int8 weights", "attention scale", "dropout", "weights change within responses"):
+    drawn = ("rotary factors change behind the cache", "temperature of some requests")
+    for name in ("int8 weights", "attention scale", "dropout", "weights change within responses", *drawn):
         stream = computed(name, 0).stream
         assert abs(excess(stream, "trainer", "behavior")) < Z
+
+
+def test_faults_of_some_tokens_leave_the_others_as_they_are() -> None:
+    def wrong(name: str, column: str) -> tuple[Any, np.ndarray]:
+        stream = computed(name).stream
+        return stream, np.abs(stream[column] - stream["rescored"]) > 0.1
+
+    for name in ("end token in place of the last one", "end token appended with log-prob 0"):
+        stream, off = wrong(name, "behavior")
+        assert off[stream.left == 0].mean() > 0.8
+        assert off[stream.left > 0].mean() < 0.02
+    stream, off = wrong("labels shifted within slices", "trainer")
+    assert 6 < off.sum() / stream.responses < 14  # of the borders of 16 slices, all but the first and the middle one
+    stream, off = wrong("replayed experts of another token", "trainer")
+    place = stream.position + np.repeat(stream.rows["prompt_length"], stream.lengths)
+    assert off[place <= 40].mean() < 0.1 < 0.3 < off[(place > 41) & (place <= 104)].mean()
 
 
 def test_settings_of_the_sampler_act_as_they_say() -> None:
@@ -211,4 +232,4 @@ def test_kinds_have_names_of_their_own_and_both_halves_hold_many() -> None:
 
     names = [kind.name for kind in KINDS]
     assert len(set(names)) == len(names) > 50
-    assert min(sum(half(name) == side for name in names) for side in "AB") >= 20
+    assert min(sum(half(name) == side for name in names) for side in "ABD") >= 20
