@@ -14,9 +14,10 @@ from trimtab.diagnosis.measure.rescored import rescored_sides
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
-from zoo.kinds import HEALTHY, KINDS, NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind, half
+from zoo.kinds import HEALTHY, KINDS, half
 from zoo.layouts import layout_of, write
 from zoo.plants import REFUSED
+from zoo.sides import NONE, PRECISION, QUANTIZED, ROUTING, SAMPLING, VALUES, WEIGHTS, Kind
 from zoo.tables import LARGE, SURE, percent, table
 
 FAMILY: Mapping[str, str] = {
