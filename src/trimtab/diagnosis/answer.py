@@ -45,6 +45,8 @@ MOST_SPOTS = 3
 """Largest number of hotspots that the answer names."""
 SHOWN = 3
 """Number of families of candidates that the answer names."""
+NEGLIGIBLE = 0.1
+"""Odds relative to the first candidate of a family below which only the test names another one."""
 PROOF = {
     "healthy": "",
     "proven": "Proven: {text}",
@@ -69,9 +71,9 @@ class Answer:
     do first, each after its label ("", Also, Candidate 1, First). read, size, masked, where, split: sentences about
     the data; masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the
     sentence. faults: the remedy, by name, of the causes and findings that must be repaired before any correction.
-    findings: everything that was found, the causes first. families: the candidates that are shown, those that one test tells apart together. known: faults that were
-    reported in public, by cause. method: the recommended preset, after the condition under which it is one.
-    outcome: that of the recommended preset.
+    findings: everything that was found, the causes first. families: the candidates that are shown, those that one test
+    tells apart together. known: faults that were reported in public, by cause. method: the recommended preset, after
+    the condition under which it is one. outcome: that of the recommended preset.
     """
 
     severity: str
@@ -163,8 +165,12 @@ class Diagnosis:
 
 
 def family_text(family: Sequence[Candidate]) -> str:
-    """Returns what the candidates of a family are, what speaks for and against each, and their test."""
-    return f"{' Or '.join(map(candidate_text, family))} Test: {describe_test(family)}."
+    """Returns what the likely candidates of a family are, what speaks for and against each, and their test."""
+    return f"{' Or '.join(map(candidate_text, likely(family)))} Test: {describe_test(family)}."
+
+
+def likely(family: Sequence[Candidate]) -> list[Candidate]:
+    return [one for one in family if one.odds >= NEGLIGIBLE * family[0].odds]
 
 
 def candidate_text(candidate: Candidate) -> str:

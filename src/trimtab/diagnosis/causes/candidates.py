@@ -15,9 +15,6 @@ from trimtab.diagnosis.records import Candidate, CandidateKind, read_table
 TESTS: Mapping[str, str] = read_table("candidates.toml")["test"]
 KINDS = tuple(CandidateKind(**row | {"test": TESTS[row["test"]]}) for row in read_table("candidates.toml")["candidate"])
 
-NEGLIGIBLE = 0.1
-"""Odds relative to the first candidate of a family below which another one is not named."""
-
 
 def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | None = None) -> tuple[Candidate, ...]:
     """Returns the candidates, most likely first; empty without signs.
@@ -32,15 +29,10 @@ def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | 
 
 
 def families(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Returns the candidates that one test tells apart together: a family that was found, then by the sum of odds.
-
-    candidates: most likely first; those that are far less likely than the first of their family are left out.
-    """
+    """Returns the candidates that one test tells apart together: a family that was found, then by the sum of odds."""
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        group = groups.setdefault(candidate.test, [candidate])
-        if candidate is not group[0] and candidate.odds >= NEGLIGIBLE * group[0].odds:
-            group.append(candidate)
+        groups.setdefault(candidate.test, []).append(candidate)
     return sorted(groups.values(), key=lambda group: (group[0].found, sum(one.odds for one in group)), reverse=True)
 
 

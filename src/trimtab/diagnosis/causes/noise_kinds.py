@@ -110,24 +110,25 @@ def parts_of(values: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.quantile(values, np.arange(1, PARTS) / PARTS), values, side="left")
 
 
-def carriers(undecided: LogprobPairs) -> tuple[int, int]:
-    """Returns how many responses carry the difference if mean log sizes form two groups far apart, 0 otherwise; of how
+def carriers(undecided: LogprobPairs) -> tuple[np.ndarray, int]:
+    """Returns the rows that carry the difference if mean log sizes form two groups far apart, none otherwise; of how
     many with enough undecided tokens. What grows over the steps differs between their responses, too, and is removed.
     """
     size = log_size(undecided.shift)
     size = size if undecided.step is None else centered(size, undecided.step)
-    index, number = np.unique(undecided.row, return_inverse=True, return_counts=True)[1:]
-    order = np.sort((np.bincount(index, size) / number)[number >= MIN_TOKENS])
-    count = len(order)
+    rows, index, number = np.unique(undecided.row, return_inverse=True, return_counts=True)
+    rows, sizes = (values[number >= MIN_TOKENS] for values in (rows, np.bincount(index, size) / number))
+    place = np.argsort(sizes)
+    order, count = sizes[place], len(place)
     if count < MIN_TOKENS:
-        return 0, count
+        return rows[:0], count
     first = np.arange(1, count)  # sizes of the lower group
     low = np.cumsum(order)[:-1] / first
     high = (order.sum() - np.cumsum(order)[:-1]) / (count - first)
     cut = int(np.argmax(first * (count - first) * (high - low) ** 2)) + 1
     apart = float(high[cut - 1] - low[cut - 1])
     within = math.sqrt(float(order[:cut].var() * cut + order[cut:].var() * (count - cut)) / count)
-    return (0 if apart < max(math.log(APART), MIN_SPLIT * within) else count - cut), count
+    return rows[place[count if apart < max(math.log(APART), MIN_SPLIT * within) else cut :]], count
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
         if not is_few:
             text += ", of other sizes in other contexts"
             return [_by_size(tokens, noise, text)] if judge(K3, noise.k3) == "healthy" else []
-        if carriers(tokens.select(tokens.undecided))[0]:  # experts change in every response
+        if carriers(tokens.select(tokens.undecided))[0].size:  # experts change in every response
             return []
         evidence = (
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "

@@ -45,6 +45,7 @@ FAR = 5.0  # usual shifts beyond which a token is far
 ONE_WAY = 0.7  # least share of all undecided tokens that move one way
 SIGN_Z = 6.0  # standard errors beyond which a trend is one
 MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
+MIN_ONSET = 8.0  # least growth along the context of what begins within responses [caches and positions: up to 5]
 MIN_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
 MAX_LOOSE = 0.3  # part of the variance on a line below which there is none [other contexts: .15, temperatures: .7]
@@ -53,7 +54,10 @@ MIN_SEEN = 0.7  # usual shifts by which tokens that occurred before must differ 
 UNLIKE = 0.3  # nats by which the lists of a response must differ on average before it is asked whether they are related
 MAX_UNLIKE = 3.0  # nats: a difference beyond it counts as this much
 MAX_RELATED = 0.2  # correlation below which lists have no relation [other contexts: .25 and more, weights: .28]
-MIN_UNRELATED = 200  # fewest tokens of such responses
+MAX_CHANCE = 0.3  # the same with two standard errors more
+MIN_UNRELATED = 60  # fewest tokens of such responses
+NEAR = 1.0  # nats: a deficit of the mean ratio shows among tokens that differ less, or tokens far below 1 make it
+FEW = 0.15  # largest share of tokens further apart than that which is few
 NEVER = -20.0  # log-prob as which smaller ones count
 TURN_GROWTH = 4.0  # least growth of sizes from one turn to the next
 MAX_TURNS = 50  # most turns that are compared
@@ -74,6 +78,7 @@ def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[s
         *_of_size(undecided),
         *_of_direction(undecided),
         *_of_tail(undecided),
+        *_of_few(tokens, undecided),
         *_of_ids(tokens, undecided),
         *_of_responses(undecided),
         *_of_depth(undecided),
@@ -87,6 +92,11 @@ def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[s
 
 def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
     residual = Residual.of(tokens)
+    lost = -np.expm1(np.minimum(tokens.log_ratio, NEAR))
+    near = np.abs(tokens.log_ratio) < NEAR
+    if residual.mean_is_one == "no" and residual.ratio_mean < 1 and lost[near].sum() < lost[~near].sum():
+        # Ratios near 0 are drawn, the large ones that make up for them are too rare: it tells nothing.
+        return
     if residual.mean_is_one == "no":
         name = "mean-low" if residual.ratio_mean < 1 else "mean-high"
         yield name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})"
@@ -103,7 +113,7 @@ def _of_pairs(tokens: LogprobPairs) -> Iterator[Sign]:
         return
     both = [values[unlike] for values in (tokens.behavior, tokens.trainer)]
     related = max(correlation(*map(change, both)) for change in (np.exp, lambda logp: np.maximum(logp, NEVER)))
-    if related < MAX_RELATED:
+    if related < MAX_RELATED and related + 2 / math.sqrt(unlike.sum()) < MAX_CHANCE:
         where = f"{int((mean > UNLIKE).sum())} of {len(rows)} responses"
         yield "no-relation", f"in {where} the two lists of log-probs have no relation (correlation {related:.2f})"
 
@@ -121,7 +131,10 @@ def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
-    """Whether the probability decides where a logit moves, and whether along a line."""
+    """Whether the probability decides where a logit moves, and whether along a line, in responses that carry it."""
+    carry = carriers(undecided)[0]
+    if np.isin(undecided.row, carry).sum() >= MIN_UNRELATED:
+        undecided = undecided.select(np.isin(undecided.row, carry))
     part = part_by_probability(undecided)
     if part < MIN_DIRECTION:
         yield "no-direction", "the probability of a token does not decide where its logit moves"
@@ -142,8 +155,10 @@ def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
 
 def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
     shift = undecided.shift
+    # The sampled token of an unlike distribution is less likely: only small differences are balanced.
+    is_large = usual_rms(shift) > QUANTIZED["four bits"][1]
     up = float((shift > 0).mean())
-    side = max(up, 1 - up)
+    side = up if is_large else max(up, 1 - up)
     if side >= ONE_WAY and (side - 0.5) * 2 * math.sqrt(len(shift)) > SIGN_Z:
         way = "up" if up > 0.5 else "down"
         yield "one-way", f"{side:.0%} of the trainer's logits move {way}"
@@ -152,11 +167,21 @@ def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
         return
     up = float((shift[far] > 0).mean())
     held = float(undecided.k3[far].sum() / max(undecided.k3.sum(), 1e-300))
+    if is_large and up < 0.5:
+        return
     if far.sum() >= MIN_FAR_SIDES and max(up, 1 - up) > MAX_FAR_SIDE:
         ways = f"{int(max(up, 1 - up) * far.sum() + 0.5)} of {int(far.sum())} far tokens"
         yield "tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer"
     elif 0 < up < 1 and held >= 0.5 and far.mean() <= MAX_ROUTING_SHARE:
         yield "tail-two-sided", f"{far.mean():.1%} of the tokens, raised and lowered alike, hold {held:.0%} of k3"
+
+
+def _of_few(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
+    """Whether a few tokens are far apart, while all others agree."""
+    apart = np.abs(tokens.log_ratio) > NEAR
+    held = float(tokens.k3[apart].sum() / max(tokens.k3.sum(), 1e-300))
+    if MIN_FAR_TOKENS <= apart.sum() <= FEW * len(tokens) and held > 0.9 and usual_rms(undecided.shift) < NEAR / 10:
+        yield "few", f"{apart.mean():.1%} of the tokens hold {held:.0%} of k3, all others agree"
 
 
 def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
@@ -202,8 +227,8 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
     else:
         yield "by-response", f"the response decides {part:.0%} of the variance of sizes"
     carry, compared = carriers(undecided)
-    if part >= MIN_PART and carry:
-        yield "some-clean", f"{carry} of {compared} responses carry it, the others are clean"
+    if part >= MIN_PART and len(carry):
+        yield "some-clean", f"{len(carry)} of {compared} responses carry it, the others are clean"
 
 
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -217,7 +242,7 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
         if len(undecided) >= 1000:
             yield "flat", "the size is the same along a response"
     elif z > 0 and times > MIN_TREND:
-        yield "deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})"
+        yield "onset" if times > MIN_ONSET else "deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})"
     elif z < 0 and times < 1 / MIN_TREND:
         yield "earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end"
 

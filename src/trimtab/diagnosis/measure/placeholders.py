@@ -26,6 +26,7 @@ MIN_CONTRADICTED = 3  # fewest tokens that contradict a constant
 WHOLE_VALUES = 4  # distinct whole numbers from which on a column of nothing else was rounded
 MIN_REPEATS = 20  # fewest tokens with one value that prove a constant, where values near it repeat a tenth as often
 WHOLE_PLACE = 0.25  # share of contradicted tokens from which on a whole place is left out
+MIN_LAST = 20  # fewest other last tokens that are compared with those of one value
 MIN_LAST_RATE = 20  # times as often at the last token as elsewhere, where the other side is far from it
 CHANCE = 9.2  # log of the chance by which a constant is contradicted as often as values near 0 [1e-4]
 MIN_CERTAIN = 50  # fewest tokens within 1e-3 of 0 that are compared with those at 0
@@ -91,7 +92,9 @@ class PlaceholderSums:
         self.lowest[name] = min(self.lowest[name], float(values[mask].min(initial=0.0)))
         other = table.trainer if name == "behavior" else table.behavior
         apart = np.abs(other - values) >= _APART
-        for key, part in (("certain", mask & ~exact & (values > _CERTAIN)), ("any", mask & ~exact)):
+        last = _places(table, mask)[0]
+        parts = ("certain", mask & ~exact & (values > _CERTAIN)), ("any", mask & ~exact), ("last", last & ~exact)
+        for key, part in parts:
             usual = self.usual.setdefault((name, key), _Counts())
             usual.tokens += int(part.sum())
             usual.apart += int((part & apart).sum())
@@ -151,8 +154,13 @@ class PlaceholderSums:
             return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share, tokens) else None
         if counts.apart < MIN_CONTRADICTED:
             return None
-        if self._is_usual(name, share, counts.tokens) and not self._is_only_last(name, place, counts):
+        # Tokens of a run are not independent of each other.
+        cases = counts.responses if place in ("end", "stretch") else counts.tokens
+        if self._is_usual(name, share, cases) and not self._is_only_last(name, place, counts):
             return None
+        others = self.usual[name, "last"]
+        if place == "last" and others.tokens >= MIN_LAST and 2 * others.apart > others.tokens:
+            return None  # the last token is another one, whatever its value
         return replace(found, uncertain_only=share < WHOLE_PLACE)
 
     def _is_whole(self, name: str) -> bool:

@@ -94,11 +94,11 @@ def _candidates(diagnosis: Diagnosis) -> list[Part]:
     cards: list[Part] = []
     for place, family in enumerate(diagnosis.answer.families, start=1):
         notes = []
-        for candidate in family:
+        for candidate in likely(family):
             lines = (("", candidate.plain), ("For it", candidate.speaks_for), ("Against it", candidate.speaks_against))
-            label = candidate.name if len(family) > 1 else ""
+            label = candidate.name if len(likely(family)) > 1 else ""
             notes += [Note(f"{text}.", name or label) for name, text in lines if text]
-        names = " or ".join(candidate.name for candidate in family)
+        names = " or ".join(candidate.name for candidate in likely(family))
         cards.append(Card(f"Candidate {place}: {names}", [*notes, Note(f"{describe_test(family)}.", "Test")]))
     return cards
 
