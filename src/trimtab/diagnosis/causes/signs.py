@@ -57,6 +57,7 @@ MAX_RELATED = 0.2  # correlation below which lists have no relation [other conte
 MAX_CHANCE = 0.3  # the same with two standard errors more
 MIN_UNRELATED = 60  # fewest tokens of such responses
 NEAR = 1.0  # nats: a deficit of the mean ratio shows among tokens that differ less, or tokens far below 1 make it
+MIN_RAISED = 0.03  # least ratio of raised to lowered tokens that are far apart, where they go both ways
 FEW = 0.15  # largest share of tokens further apart than that which is few
 NEVER = -20.0  # log-prob as which smaller ones count
 TURN_GROWTH = 4.0  # least growth of sizes from one turn to the next
@@ -94,7 +95,7 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
     residual = Residual.of(tokens)
     lost = -np.expm1(np.minimum(tokens.log_ratio, NEAR))
     near = np.abs(tokens.log_ratio) < NEAR
-    if residual.mean_is_one == "no" and residual.ratio_mean < 1 and lost[near].sum() < lost[~near].sum():
+    if residual.ratio_mean < 1 and _both_ways(tokens) and lost[near].sum() < lost[~near].sum():
         # Ratios near 0 are drawn, the large ones that make up for them are too rare: it tells nothing.
         return
     if residual.mean_is_one == "no":
@@ -102,6 +103,11 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
         yield name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})"
     elif residual.mean_is_one == "yes":
         yield "mean-one", f"the mean ratio is {residual.ratio_mean:.4g}, as of two complete distributions"
+
+
+def _both_ways(tokens: LogprobPairs) -> bool:
+    """Whether tokens that are far apart are raised as well as lowered, as a sampler that draws from all ids causes."""
+    return bool((tokens.log_ratio > NEAR).sum() > MIN_RAISED * (tokens.log_ratio < -NEAR).sum())
 
 
 def _of_pairs(tokens: LogprobPairs) -> Iterator[Sign]:
@@ -180,7 +186,8 @@ def _of_few(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
     """Whether a few tokens are far apart, while all others agree."""
     apart = np.abs(tokens.log_ratio) > NEAR
     held = float(tokens.k3[apart].sum() / max(tokens.k3.sum(), 1e-300))
-    if MIN_FAR_TOKENS <= apart.sum() <= FEW * len(tokens) and held > 0.9 and usual_rms(undecided.shift) < NEAR / 10:
+    is_few = MIN_FAR_TOKENS <= apart.sum() <= FEW * len(tokens) and held > 0.9
+    if is_few and _both_ways(tokens) and usual_rms(undecided.shift) < NEAR / 10:
         yield "few", f"{apart.mean():.1%} of the tokens hold {held:.0%} of k3, all others agree"
 
 
