@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from zoo.bases import FOLDER, read
-from zoo.decoder import START, VOCABULARY, Context, Decoder, decoder, padded
+from zoo.decoder import END, START, VOCABULARY, Context, Decoder, decoder, padded
 from zoo.sides import SAMPLER, TRAINER, Kind, Sides
 from zoo.streams import Stream, prompt_ids
 
 SHORTEST, LONGEST, GROUP, PACKED = 24, 120, 8, 5
-END, RARE, IMAGE = 2, 60, 4
-"""The id that ends a response, the first one that is rare, and the position of an image in a prompt."""
+RARE, IMAGE = 60, 4
+"""The first id that is rare, and the position of an image in a prompt."""
 BASES: Mapping[str, dict[str, float]] = {
     "bfloat16": {"rounding": 2.0**-9},
     "float16": {"rounding": 2.0**-12},
@@ -252,7 +252,7 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
     gap: positions of the response continue behind those of the padded prompt, for `strength` of it. pads: padding is
     attended to, with `strength` added to its scores. grid: the `strength` tokens of an image in the prompt have one
     position. slices: labels are shifted within the slices of `strength` ranks, two for each. order: linear attention
-    reads these slices rank by rank. holes: the id `strength` is taken for padding.
+    reads these slices rank by rank. holes: one of `strength` ids is taken for padding.
     """
     before = context.ids.shape[1] - after
     missing = before - torch.tensor([len(prompt) for prompt in prompts])
@@ -283,7 +283,7 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
             order[row, np.concatenate(read)] = torch.from_numpy(np.concatenate(parts))
         return replace(context, order=order)
     if sides.place == "holes":
-        padding = (context.ids == int(sides.strength))[:, None, None]
+        padding = (context.ids % int(sides.strength) == END)[:, None, None]
         own = torch.eye(context.ids.shape[1], dtype=torch.bool)
         return replace(context, allowed=context.allowed & (~padding | own))
     if sides.place == "pads":

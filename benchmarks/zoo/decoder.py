@@ -20,6 +20,8 @@ SLOW = 0.05
 """Rotary frequencies below it are low."""
 START = 0
 """The id with which every prompt begins."""
+END = 2
+"""The id that ends a response."""
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
 
 Process = Callable[[Tensor, Tensor], Tensor]
@@ -32,31 +34,30 @@ class How:
 
     theta, stretch: base of the rotary angles; positions are divided by `stretch`. attention: factor on the attention
     scores of each layer. window: number of last tokens that are attended to, 0 for all. cap, formula: soft cap of the
-    logits, 0 for none; tanh, `wrong`, z * tanh(z / cap) where z > 0, or `within`, tanh with the gain within the cap. gain:
-    factor on logits. epsilon: of the norms.
-    offset: added to the gain of the last norm. adapter: size of a low-rank update; adapter_scale: factor on it;
-    adapter_rank: of its columns, those that are used. ages: updates applied to the output matrix and each layer, of
-    size `drift`. untied: noise of an output matrix of its own. padded: ids beyond the vocabulary that take part in
-    the softmax. dropout: of attention. sink: score of a position without content that attention sees as well, 0 for
-    none. bits: of weights, int8, fp8, int4 or empty. cache_bits_from: position from which keys and values are of 8
-    bits, -1 for none; cache_top: the largest that fit, 0 for all. inputs: bits of what layers read. rounding:
-    relative error of activations; 2**-9 for bfloat16, 2**-12 for float16. spread: how much the sharpness of the
-    logits varies with the context. experts: whether the last layer is a mixture; router_noise: of its scores. coarse:
-    what is computed in bfloat16 of `weights frequencies angles logits log-probs`. score_cap: soft cap of attention scores, 0
-    for none. turned: pairs of each head that are rotated. long_from, long_stretch: number of tokens from which
-    positions are divided by `long_stretch`, 0 for none. two_way: first tokens that attend to one another in both
-    directions. decay: of the state of the first layer, which is linear attention where this is above 0; skip: factor
-    on its values beside the state. expert_scale: factor on the answer of experts; expert_bias: size of a bias of
-    each, in proportion to its probability where `weighted`. repeated: first position whose experts are taken and the
-    one after the last that has them. one_shard: matrices whose second half of heads is the first half again.
-    unadapted: those without the adapter. one_scale: groups of quantized matrices that have the largest scale among
-    them. ranks: over which sums of matrices are split, rounded to bfloat16, 1 for none. tiles: relative error of
-    weights that each batch has for itself. slices: of the vocabulary, each with a softmax of its own in what the
-    sampler reports. ahead: number of tokens by which logits are behind the ids whose log-probs are taken. windowed:
-    layers that have the window. slow: divides low rotary frequencies. adapter_dropout: of what the adapter reads;
-    beside: whether it is added to quantized weights. experts_as: the experts that answer in place of each.
+    logits, 0 for none; tanh, `wrong`, z * tanh(z / cap) where z > 0, or `within`, tanh of logits that have their gain.
+    gain: factor on logits. epsilon: of the norms. offset: added to the gain of the last norm. adapter: size of a
+    low-rank update; adapter_scale: factor on it; adapter_rank: of its columns, those that are used. ages: updates
+    applied to the output matrix and each layer, of size `drift`. untied: noise of an output matrix of its own. padded:
+    ids beyond the vocabulary that take part in the softmax. dropout: of attention. sink: score of a position without
+    content that attention sees as well, 0 for none. bits: of weights, int8, fp8, int4 or empty. cache_bits_from:
+    position from which keys and values are of 8 bits, -1 for none; cache_top: the largest that fit, 0 for all. inputs:
+    bits of what layers read. rounding: relative error of activations; 2**-9 for bfloat16, 2**-12 for float16. spread:
+    how much the sharpness of the logits varies with the context. experts: whether the last layer is a mixture;
+    router_noise: of its scores. coarse: what is in bfloat16 of `weights frequencies angles logits log-probs`.
+    score_cap: soft cap of attention scores, 0 for none. turned: pairs of each head that are rotated. long_from,
+    long_stretch: number of tokens from which positions are divided by `long_stretch`, 0 for none. two_way: first tokens
+    that attend to one another in both directions. decay: of the state of the first layer, which is linear attention
+    where this is above 0; skip: factor on its values beside the state. expert_scale: factor on the answer of experts;
+    expert_bias: size of a bias of each, in proportion to its probability where `weighted`. repeated: first position
+    whose experts are taken and the one after the last that has them. one_shard: matrices whose second half of heads is
+    the first half again. unadapted: those without the adapter. one_scale: groups of quantized matrices that have the
+    largest scale among them. ranks: over which sums of matrices are split, rounded to bfloat16, 1 for none. tiles:
+    relative error of weights that each batch has for itself. slices: of the vocabulary, each with a softmax of its own
+    in what the sampler reports. ahead: number of tokens by which logits are behind the ids whose log-probs are taken.
+    windowed: layers that have the window. slow: divides low rotary frequencies. adapter_dropout: of what the adapter
+    reads; beside: whether it is added to quantized weights. experts_as: the experts that answer in place of each.
     choice_bias: size of a bias that takes part in the choice of experts only. top: whether the sampler reports the
-    log-prob of its most probable token.
+    log-prob of its most probable token. ending: added to the logit of `END`.
     """
 
     theta: float = 10_000.0
@@ -111,6 +112,7 @@ class How:
     experts_as: tuple[int, ...] = tuple(range(EXPERTS))
     choice_bias: float = 0.0
     top: bool = False
+    ending: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,6 +314,7 @@ class Decoder:
         h = rounded(norm(x, how.epsilon) * (1 + how.offset * torch.tanh(self.sharp * WIDTH**0.5)))
         sharpness = torch.exp(how.spread * torch.tanh(0.9 * h @ self.sharp) + 2.0)[..., None]
         z = sharpness * (h @ w["output"].T) + self.bias
+        z[..., END] += how.ending
         if how.padded:
             pads = sharpness * (h @ self.pads[: how.padded].T) + self.bias[-1]
             z = torch.cat([z, pads], -1)

@@ -235,8 +235,7 @@ def goals(results: Sequence[Judged]) -> str:
     for text, goal, line in lines:
         parts = ([one for one in results if half(one.kind.name) == side] for side in "ABCDE")
         rows.append([text, goal, line(list(results)), *(line(part).partition(" of ")[0] for part in parts)])
-    head = ["", "goal", "mean of all kinds", "half A", "half B", "new: C", "blind: D", "blind: E"]
-    return table(head, rows)
+    return table(["", "goal", "mean of all kinds", "half A", "half B", "new: C", "blind: D", "blind: E"], rows)
 
 
 def kinds(results: Sequence[Judged]) -> str:

@@ -39,7 +39,7 @@ from zoo.unseen_e import UNSEEN_E
 
 
 def half(name: str) -> str:
-    """`C` for a kind of `NEW`, `D` for one of `UNSEEN`, `E` for one of `UNSEEN_E`, else `A` or `B` by a fixed hash of the kind's name."""
+    """`C`, `D` or `E` for a kind of `NEW`, `UNSEEN` or `UNSEEN_E`, else `A` or `B` by a fixed hash of its name."""
     for side, kinds in (("C", NEW), ("D", UNSEEN), ("E", UNSEEN_E)):
         if any(name == kind.name for kind in kinds):
             return side
