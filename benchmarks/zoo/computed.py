@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from zoo.bases import FOLDER, read
-from zoo.decoder import START, VOCABULARY, Context, Decoder, decoder, padded
+from zoo.decoder import END, START, VOCABULARY, Context, Decoder, decoder, padded
 from zoo.sides import SAMPLER, TRAINER, Kind, Sides
 from zoo.streams import Stream, prompt_ids
 
 SHORTEST, LONGEST, GROUP, PACKED = 24, 120, 8, 5
-END, RARE, IMAGE = 2, 60, 4
-"""The id that ends a response, the first one that is rare, and the position of an image in a prompt."""
+RARE, IMAGE = 60, 4
+"""The first id that is rare, and the position of an image in a prompt."""
 BASES: Mapping[str, dict[str, float]] = {
     "bfloat16": {"rounding": 2.0**-9},
     "float16": {"rounding": 2.0**-12},
@@ -151,8 +151,8 @@ def _step(
 ) -> dict[str, np.ndarray]:
     sampling, training = (torch.Generator().manual_seed(int(random.integers(2**31))) for _ in range(2))
     held = [with_foreign(prompt, sides.foreign) for prompt in prompts]
-    if sides.forgotten:
-        return _turns(model, sides, held, lengths, sampling, training)
+    if sides.forgotten or sides.rewritten:
+        return _turns(model, sides, held, lengths, sampling, training, random)
     ids, processed, raw = model.sample(
         sides.sampler,
         held,
@@ -204,8 +204,9 @@ def _turns(
     lengths: np.ndarray,
     sampling: torch.Generator,
     training: torch.Generator,
+    random: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """Responses of two turns: the sampler's second one is without the first tokens of the first one."""
+    """Responses of two turns: to the sampler's second one, the first one is cut or has other tokens."""
     turns = (lengths // 2, lengths - lengths // 2)
     asked, answers, behavior, rescored = list(prompts), [], [], []
     for turn in turns:
@@ -216,6 +217,8 @@ def _turns(
         right = model.score(sides.right, padded(asked, answers[-1]), training)[:, -after:]
         rescored.append(lists(right, turn))
         kept = [answer[int(sides.forgotten * len(answer)) :] for answer in answers[-1]]
+        if sides.rewritten:
+            kept = [encoded(answer, sides.rewritten, random) for answer in kept]
         asked = [np.concatenate(parts) for parts in zip(asked, kept, strict=True)]
     joined = lambda parts: [np.concatenate(pair) for pair in zip(*parts, strict=True)]  # noqa: E731
     responses, after = joined(answers), int(lengths.max())
@@ -248,7 +251,8 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
 
     gap: positions of the response continue behind those of the padded prompt, for `strength` of it. pads: padding is
     attended to, with `strength` added to its scores. grid: the `strength` tokens of an image in the prompt have one
-    position. slices: labels are shifted within the slices of `strength` ranks, two for each.
+    position. slices: labels are shifted within the slices of `strength` ranks, two for each. order: linear attention
+    reads these slices rank by rank. holes: one of `strength` ids is taken for padding.
     """
     before = context.ids.shape[1] - after
     missing = before - torch.tensor([len(prompt) for prompt in prompts])
@@ -271,6 +275,17 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
                 labels[row, starts[rank + 1]] = context.ids[row, starts[2 * ranks - 1 - rank]]
                 labels[row, starts[2 * ranks - 1 - rank]] = START
         return replace(context, labels=labels)
+    if sides.place == "order":
+        order = torch.arange(context.ids.shape[1]).expand_as(context.ids).clone()
+        for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            parts = np.array_split(before - len(prompt) + np.arange(len(prompt) + length), 2 * int(sides.strength))
+            read = [part for rank in range(len(parts) // 2) for part in (parts[rank], parts[-1 - rank])]
+            order[row, np.concatenate(read)] = torch.from_numpy(np.concatenate(parts))
+        return replace(context, order=order)
+    if sides.place == "holes":
+        padding = (context.ids % int(sides.strength) == END)[:, None, None]
+        own = torch.eye(context.ids.shape[1], dtype=torch.bool)
+        return replace(context, allowed=context.allowed & (~padding | own))
     if sides.place == "pads":
         places = torch.arange(context.ids.shape[1])
         pads = (places < missing[:, None])[:, None, None]

@@ -16,8 +16,12 @@ from torch import Tensor
 
 VOCABULARY, WIDTH, HEADS, LAYERS, RANK, EXPERTS = 384, 64, 4, 2, 8, 4
 HEAD, BATCH = WIDTH // HEADS, 32
+SLOW = 0.05
+"""Rotary frequencies below it are low."""
 START = 0
 """The id with which every prompt begins."""
+END = 2
+"""The id that ends a response."""
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
 
 Process = Callable[[Tensor, Tensor], Tensor]
@@ -30,26 +34,30 @@ class How:
 
     theta, stretch: base of the rotary angles; positions are divided by `stretch`. attention: factor on the attention
     scores of each layer. window: number of last tokens that are attended to, 0 for all. cap, formula: soft cap of the
-    logits, 0 for none; tanh or `wrong`, z * tanh(z / cap) where z > 0. gain: factor on logits. epsilon: of the norms.
-    offset: added to the gain of the last norm. adapter: size of a low-rank update; adapter_scale: factor on it;
-    adapter_rank: of its columns, those that are used. ages: updates applied to the output matrix and each layer, of
-    size `drift`. untied: noise of an output matrix of its own. padded: ids beyond the vocabulary that take part in
-    the softmax. dropout: of attention. sink: score of a position without content that attention sees as well, 0 for
-    none. bits: of weights, int8, fp8, int4 or empty. cache_bits_from: position from which keys and values are of 8
-    bits, -1 for none; cache_top: the largest that fit, 0 for all. inputs: bits of what layers read. rounding:
-    relative error of activations; 2**-9 for bfloat16, 2**-12 for float16. spread: how much the sharpness of the
-    logits varies with the context. experts: whether the last layer is a mixture; router_noise: of its scores. coarse:
-    what is computed in bfloat16 of `frequencies angles logits log-probs`. score_cap: soft cap of attention scores, 0
-    for none. turned: pairs of each head that are rotated. long_from, long_stretch: number of tokens from which
-    positions are divided by `long_stretch`, 0 for none. two_way: first tokens that attend to one another in both
-    directions. decay: of the state of the first layer, which is linear attention where this is above 0; skip: factor
-    on its values beside the state. expert_scale: factor on the answer of experts; expert_bias: size of a bias of
-    each, in proportion to its probability where `weighted`. repeated: first position whose experts are taken and the
-    one after the last that has them. one_shard: matrices whose second half of heads is the first half again.
-    unadapted: those without the adapter. one_scale: groups of quantized matrices that have the largest scale among
-    them. ranks: over which sums of matrices are split, rounded to bfloat16, 1 for none. tiles: relative error of
-    weights that each batch has for itself. slices: of the vocabulary, each with a softmax of its own in what the
-    sampler reports. ahead: number of tokens by which logits are behind the ids whose log-probs are taken.
+    logits, 0 for none; tanh, `wrong`, z * tanh(z / cap) where z > 0, or `within`, tanh of logits that have their gain.
+    gain: factor on logits. epsilon: of the norms. offset: added to the gain of the last norm. adapter: size of a
+    low-rank update; adapter_scale: factor on it; adapter_rank: of its columns, those that are used. ages: updates
+    applied to the output matrix and each layer, of size `drift`. untied: noise of an output matrix of its own. padded:
+    ids beyond the vocabulary that take part in the softmax. dropout: of attention. sink: score of a position without
+    content that attention sees as well, 0 for none. bits: of weights, int8, fp8, int4 or empty. cache_bits_from:
+    position from which keys and values are of 8 bits, -1 for none; cache_top: the largest that fit, 0 for all. inputs:
+    bits of what layers read. rounding: relative error of activations; 2**-9 for bfloat16, 2**-12 for float16. spread:
+    how much the sharpness of the logits varies with the context. experts: whether the last layer is a mixture;
+    router_noise: of its scores. coarse: what is in bfloat16 of `weights frequencies angles logits log-probs`.
+    score_cap: soft cap of attention scores, 0 for none. turned: pairs of each head that are rotated. long_from,
+    long_stretch: number of tokens from which positions are divided by `long_stretch`, 0 for none. two_way: first tokens
+    that attend to one another in both directions. decay: of the state of the first layer, which is linear attention
+    where this is above 0; skip: factor on its values beside the state. expert_scale: factor on the answer of experts;
+    expert_bias: size of a bias of each, in proportion to its probability where `weighted`. repeated: first position
+    whose experts are taken and the one after the last that has them. one_shard: matrices whose second half of heads is
+    the first half again. unadapted: those without the adapter. one_scale: groups of quantized matrices that have the
+    largest scale among them. ranks: over which sums of matrices are split, rounded to bfloat16, 1 for none. tiles:
+    relative error of weights that each batch has for itself. slices: of the vocabulary, each with a softmax of its own
+    in what the sampler reports. ahead: number of tokens by which logits are behind the ids whose log-probs are taken.
+    windowed: layers that have the window. slow: divides low rotary frequencies. adapter_dropout: of what the adapter
+    reads; beside: whether it is added to quantized weights. experts_as: the experts that answer in place of each.
+    choice_bias: size of a bias that takes part in the choice of experts only. top: whether the sampler reports the
+    log-prob of its most probable token. ending: added to the logit of `END`.
     """
 
     theta: float = 10_000.0
@@ -97,6 +105,14 @@ class How:
     tiles: float = 0.0
     slices: int = 1
     ahead: int = 0
+    windowed: tuple[int, ...] = tuple(range(LAYERS))
+    slow: float = 1.0
+    adapter_dropout: float = 0.0
+    beside: bool = False
+    experts_as: tuple[int, ...] = tuple(range(EXPERTS))
+    choice_bias: float = 0.0
+    top: bool = False
+    ending: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +120,8 @@ class Context:
     """Left-padded sequences and what they attend to.
 
     ids, positions: (batch, length). allowed: (batch, 1, length, length). bias: added to attention scores, or None.
-    labels: the ids (batch, length) whose log-probs are taken in place of `ids`, or None.
+    labels: the ids (batch, length) whose log-probs are taken in place of `ids`, or None. order: when the first layer
+    reads each place (batch, length), if it is linear attention; None for left to right.
     """
 
     ids: Tensor
@@ -112,13 +129,14 @@ class Context:
     allowed: Tensor
     bias: Tensor | None = None
     labels: Tensor | None = None
+    order: Tensor | None = None
 
     def batches(self) -> Iterator[Context]:
         """Batches that fit a processor's cache."""
         for first in range(0, len(self.ids), BATCH):
             rows = slice(first, first + BATCH)
-            bias, labels = (None if part is None else part[rows] for part in (self.bias, self.labels))
-            yield Context(self.ids[rows], self.positions[rows], self.allowed[rows], bias, labels)
+            more = (None if part is None else part[rows] for part in (self.bias, self.labels, self.order))
+            yield Context(self.ids[rows], self.positions[rows], self.allowed[rows], *more)
 
 
 class Decoder:
@@ -165,22 +183,26 @@ class Decoder:
             part = 0 if name == "head" else 1 + int(name[-1])
             weight = plain + how.drift * self.updates[name][: how.ages[part]].sum(0)
             if how.adapter and name in self.lora and name[:-1] not in how.unadapted.split():
-                a, b = self.lora[name]
-                low = a[:, : how.adapter_rank] @ b[: how.adapter_rank]
-                weight = weight + how.adapter * how.adapter_scale * low
+                weight = weight + self._adapter(name, how)
             if name in how.one_shard.split():
                 weight = weight[:, : WIDTH // 2].repeat(1, 2)
             weights[name] = weight
         weights["output"] = weights["head"] + how.untied * self.untied
         if how.bits:
             tops = {name: weight.abs().max() for name, weight in weights.items()}
-            weights = {name: quantized(weight, how.bits) for name, weight in weights.items()}
+            apart = {name: self._adapter(name, how) for name in self.lora} if how.beside else {}
+            bare = {name: weight - apart.get(name, 0.0) for name, weight in weights.items()}
+            weights = {name: quantized(weight, how.bits) + apart.get(name, 0.0) for name, weight in bare.items()}
             for layer in range(LAYERS):
                 for group in how.one_scale:
                     names = [f"{name}{layer}" for name in group.split()]
                     for name in names:
                         weights[name] = weights[name] * max(tops[other] for other in names) / tops[name]
-        return weights
+        return {name: as_stored(weight, "weights", how) for name, weight in weights.items()}
+
+    def _adapter(self, name: str, how: How) -> Tensor:
+        a, b = self.lora[name]
+        return how.adapter * how.adapter_scale * (a[:, : how.adapter_rank] @ b[: how.adapter_rank])
 
     def forward(
         self,
@@ -198,8 +220,7 @@ class Decoder:
         end = end or context.ids.shape[1]
         positions = context.positions[:, start:end]
         allowed, bias = context.allowed[:, :, start:end, :end], context.bias
-        if how.window:
-            allowed = allowed & (context.positions[:, None, None, :end] > positions[:, None, :, None] - how.window)
+        near = context.positions[:, None, None, :end] > positions[:, None, :, None] - how.window
         if how.two_way:
             first = (context.positions[:, :end] > 0) & (context.positions[:, :end] <= how.two_way)
             allowed = allowed | (first[:, None, start:end, None] & first[:, None, None])
@@ -208,6 +229,7 @@ class Decoder:
             stretch = how.long_stretch
         size = 2 * how.turned
         frequencies = as_stored(how.theta ** (-torch.arange(0, size, 2) / size), "frequencies", how)
+        frequencies = torch.where(frequencies < SLOW, frequencies / how.slow, frequencies)
         frequencies = torch.nn.functional.pad(frequencies, (0, HEAD // 2 - how.turned))
         angles = as_stored(positions[..., None] / stretch * frequencies, "angles", how)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -221,14 +243,18 @@ class Decoder:
             y = norm(x, how.epsilon)
             return quantized(y, how.inputs) if how.inputs else y
 
-        def projected(x: Tensor, weight: Tensor) -> Tensor:
-            if how.ranks == 1:
-                return x @ weight
+        def projected(x: Tensor, name: str) -> Tensor:
+            weight, more = w[name], torch.zeros(())
+            if how.adapter_dropout:
+                kept = torch.rand(x.shape, generator=random) >= how.adapter_dropout
+                more = (x * kept / (1 - how.adapter_dropout) - x) @ self._adapter(name, how)
+            if how.ranks == 1 or name[:-1] not in ("o", "down"):
+                return x @ weight + more
             parts = [a @ b for a, b in zip(x.chunk(how.ranks, -1), weight.chunk(how.ranks), strict=True)]
             total = parts[0].bfloat16()
             for part in parts[1:]:
                 total = total + part.bfloat16()
-            return total.float()
+            return total.float() + more
 
         def dropped(x: Tensor) -> Tensor:
             if not how.dropout:
@@ -238,7 +264,7 @@ class Decoder:
         x = w["head"][context.ids[:, start:end]]
         for layer in range(LAYERS):
             y = read(x)
-            q, k, v = ((y @ w[f"{name}{layer}"]).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for name in "qkv")
+            q, k, v = (projected(y, f"{name}{layer}").unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for name in "qkv")
             q, k = rotated(q, turn), rotated(k, turn)
             if how.cache_bits_from >= 0:
                 late = (torch.arange(start, end) >= how.cache_bits_from)[:, None]
@@ -248,34 +274,38 @@ class Decoder:
                 cache[layer][0][:, :, start:end], cache[layer][1][:, :, start:end] = k, v
                 k, v = cache[layer][0][:, :, :end], cache[layer][1][:, :, :end]
             scores = (q * (how.attention[layer] / HEAD**0.5)) @ k.transpose(-1, -2)
+            seen = allowed & near if how.window and layer in how.windowed else allowed
             if how.score_cap:
                 scores = how.score_cap * torch.tanh(scores / how.score_cap)
             if how.decay and layer == 0:
                 distance = torch.arange(start, end)[:, None] - torch.arange(end)
-                share = (scores * (1 - how.decay) * how.decay ** distance.clamp_min(0)).masked_fill(~allowed, 0.0)
+                if context.order is not None:
+                    distance = (context.order[:, :, None] - context.order[:, None])[:, None]
+                    seen = (distance >= 0) & seen.any(2, keepdim=True)
+                share = (scores * (1 - how.decay) * how.decay ** distance.clamp_min(0)).masked_fill(~seen, 0.0)
                 share = share + how.skip * (distance == 0)
             else:
                 if bias is not None:
                     scores = scores + bias[:, :, start:end, :end]
-                scores = scores.masked_fill(~allowed, -1e9)
+                scores = scores.masked_fill(~seen, -1e9)
                 share = dropped(torch.softmax(scores, -1))
             if how.sink:
                 share = share * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - how.sink)
             mixed = (share @ v).transpose(1, 2).flatten(2)
-            x = rounded(x + projected(mixed, w[f"o{layer}"]))
+            x = rounded(x + projected(mixed, f"o{layer}"))
             y = read(x)
-            inner = torch.nn.functional.silu(y @ w[f"gate{layer}"]) * (y @ w[f"up{layer}"])
-            out = projected(inner, w[f"down{layer}"])
+            inner = torch.nn.functional.silu(projected(y, f"gate{layer}")) * projected(y, f"up{layer}")
+            out = projected(inner, f"down{layer}")
             if how.experts and layer == LAYERS - 1:
                 route = y @ self.router
                 route = route + how.router_noise * torch.randn(route.shape, generator=random)
-                chosen = route.argmax(-1)
+                chosen = (route + how.choice_bias * torch.linspace(-1, 1, EXPERTS)).argmax(-1)
                 begin, stop = how.repeated
                 if stop:
                     same = chosen.gather(1, (positions == begin).int().argmax(1, keepdim=True))
                     chosen = torch.where((positions >= begin) & (positions < stop), same, chosen)
                 one = torch.nn.functional.one_hot(chosen, EXPERTS).to(x)
-                every = torch.stack([inner @ expert for expert in self.mixture], -1)
+                every = torch.stack([inner @ self.mixture[number] for number in how.experts_as], -1)
                 if how.expert_bias:
                     share = torch.softmax(route, -1)[:, :, None] if how.weighted else 1.0
                     every = every + how.expert_bias * share * self.expert_bias
@@ -284,13 +314,17 @@ class Decoder:
         h = rounded(norm(x, how.epsilon) * (1 + how.offset * torch.tanh(self.sharp * WIDTH**0.5)))
         sharpness = torch.exp(how.spread * torch.tanh(0.9 * h @ self.sharp) + 2.0)[..., None]
         z = sharpness * (h @ w["output"].T) + self.bias
+        z[..., END] += how.ending
         if how.padded:
             pads = sharpness * (h @ self.pads[: how.padded].T) + self.bias[-1]
             z = torch.cat([z, pads], -1)
+        gain = how.gain
+        if how.formula == "within":
+            z, gain = gain * z, 1.0
         if how.cap:
             soft = torch.tanh(z / how.cap)
             z = torch.where(z > 0, z, how.cap) * soft if how.formula == "wrong" else how.cap * soft
-        return as_stored(how.gain * z, "logits", how)
+        return as_stored(gain * z, "logits", how)
 
     @torch.inference_mode()
     def score(self, how: How, context: Context, random: torch.Generator) -> Tensor:
@@ -339,6 +373,8 @@ class Decoder:
             noise = -torch.log(-torch.log(torch.rand(drawn[:, :VOCABULARY].shape, generator=random)))
             chosen = (drawn[:, :VOCABULARY] + noise).argmax(-1, keepdim=True)
             logps[:, step], raw[:, step] = drawn.gather(1, chosen)[:, 0], plain.gather(1, chosen)[:, 0]
+            if part.top:
+                logps[:, step] = drawn.amax(-1)
             if part.slices > 1:
                 masses = torch.logsumexp(drawn.unflatten(1, (part.slices, -1)), -1)
                 logps[:, step] -= masses.gather(1, chosen * part.slices // VOCABULARY)[:, 0]

@@ -35,11 +35,12 @@ from zoo.sides import (
     settings,
 )
 from zoo.unseen import UNSEEN
+from zoo.unseen_e import UNSEEN_E
 
 
 def half(name: str) -> str:
-    """`C` for a kind of `NEW`, `D` for one of `UNSEEN`, else `A` or `B` by a fixed hash of the kind's name."""
-    for side, kinds in (("C", NEW), ("D", UNSEEN)):
+    """`C`, `D` or `E` for a kind of `NEW`, `UNSEEN` or `UNSEEN_E`, else `A` or `B` by a fixed hash of its name."""
+    for side, kinds in (("C", NEW), ("D", UNSEEN), ("E", UNSEEN_E)):
         if any(name == kind.name for kind in kinds):
             return side
     return "AB"[hashlib.sha256(name.encode()).digest()[0] % 2]
@@ -345,4 +346,4 @@ NEW = (
 )
 """Kinds that were written after all log odds had been set, and before the diagnosis saw one of them: half C."""
 
-KINDS = (*HEALTHY, *FAULTS, *NEW, *UNSEEN)
+KINDS = (*HEALTHY, *FAULTS, *NEW, *UNSEEN, *UNSEEN_E)
