@@ -45,6 +45,7 @@ FAR = 5.0  # usual shifts beyond which a token is far
 ONE_WAY = 0.7  # least share of all undecided tokens that move one way
 SIGN_Z = 6.0  # standard errors beyond which a trend is one
 MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
+MIN_BEFORE = 0.15  # least share of the tokens before the depth at which it begins
 MIN_ONSET = 8.0  # least growth along the context of what begins within responses [caches and positions: up to 5]
 MIN_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
@@ -249,9 +250,23 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
         if len(undecided) >= 1000:
             yield "flat", "the size is the same along a response"
     elif z > 0 and times > MIN_TREND:
-        yield "onset" if times > MIN_ONSET else "deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})"
+        text = f"it grows {times:.1f} times along the context (z = {z:.0f})"
+        yield ("onset" if times > MIN_ONSET else "deeper"), text
     elif z < 0 and times < 1 / MIN_TREND:
         yield "earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end"
+    yield from _of_one_depth(undecided, part)
+
+
+def _of_one_depth(undecided: LogprobPairs, part: np.ndarray) -> Iterator[Sign]:
+    """Whether it begins at one depth of the context in all responses."""
+    size = np.abs(undecided.shift)
+    large = size > FAR * float(np.median(size[part == 0]))
+    if large.sum() < MIN_FAR_TOKENS:
+        return
+    begin = float(np.quantile(undecided.depth[large], 0.05))
+    before = undecided.depth < begin
+    if before.mean() > MIN_BEFORE and large[~before].mean() > 0.5:
+        yield "one-depth", f"it begins {begin:.0f} tokens into the context in all responses"
 
 
 def _of_turns(undecided: LogprobPairs) -> Iterator[Sign]:
