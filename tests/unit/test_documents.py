@@ -82,7 +82,6 @@ def test_the_first_picture_shows_what_the_table_and_diagnose_recommend_for_a_lag
     """The end-to-end test of the same page diagnoses the run of the picture."""
     [rule] = [rule for rule in RULES if rule.name == "stale, short"]
     pair = load_config("quickstart-stale").compare
-    assert pair is not None
     assert pair.objectives == ["dapo", rule.preset]
     assert f"| {rule.when.partition(' (')[0]} | `{rule.preset}` |" in README
     quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -132,10 +131,6 @@ def test_tests_named_on_the_page_of_frameworks_exist() -> None:
         assert f"def {name}(" in sources, name
     for path in paths:
         assert (ROOT / path).exists(), path
-
-
-def test_readme_is_short() -> None:
-    assert len(README) <= 9000
 
 
 def test_readme_lists_every_preset() -> None:

@@ -138,5 +138,4 @@ def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
     )
     assert value.item() == pytest.approx(-(1 + 0.367879) / 2, abs=1e-5)
     assert (clipped.item(), kl.item()) == (0.0, 0.5)
-    assert mismatch is not None
     assert mismatch.item() == -0.25

@@ -105,11 +105,6 @@ def test_no_bound_of_it_is_calibrated_and_it_is_no_preset():
         objective("own_rule")
 
 
-def test_a_recipe_may_name_it():
-    config = load_config({"objective": {"name": DPPO, "tv_max": 0.3}})
-    assert from_section(config.objective.model_dump()) == objective(DPPO, tv_max=0.3)
-
-
 @pytest.mark.parametrize(
     "section",
     [

@@ -128,7 +128,6 @@ def test_decoding_is_told_from_the_engine(
     pair = plant(make_pair(dtype, sets), fault)
     found = check_prefill(pair, {20: pair.compare(pair.prompts[:16], 20)})
     assert found.status == "fail"
-    assert found.figures is not None
     for name, (words, advice) in PARTS.items():
         assert (found.figures[f"k3/{name}"] > pair.bound) == (name in named)
         assert (words in found.detail, advice in found.next_step) == (name in named, name in named)
@@ -138,7 +137,6 @@ def test_the_prefill_of_a_healthy_pair(make_pair: MakePair) -> None:
     """With a quantized sampler, its two computations agree far better than it and the trainer."""
     pair = make_pair(sets=[INT8, WARM])
     found = check_prefill(pair, {500: pair.compare(pair.prompts[:4], 500)})  # up to the context
-    assert found.figures is not None
     assert found.status == "ok"
     assert found.figures["k3/decode/prefill"] < 1e-10
     assert 1e-6 < found.figures["k3/prefill/trainer"] == pytest.approx(found.figures["k3/decode/trainer"], rel=1e-2)
@@ -198,7 +196,6 @@ def test_tensors_in_use_name_what_was_not_published(
 ) -> None:
     pair = plant(make_pair("bfloat16", sets), lambda e: faults.StaleTensors(e, part), visible=True)
     found = check_weights(pair, {})
-    assert found.figures is not None
     assert found.status == "fail"
     assert words in found.detail
     expected = found.figures["tensors/changed"] if tensors is None else tensors
@@ -242,7 +239,6 @@ def test_a_kernel_that_depends_on_the_batch_is_named(make_pair: MakePair) -> Non
     found = checklist.check_batch_sizes(pair, {})
     assert found.status == "fail"
     assert "batch-invariant" in found.next_step
-    assert found.figures is not None
     assert min(found.figures.values()) > 1e-7
 
 

@@ -134,12 +134,6 @@ def test_the_name_of_a_method_stays_in_its_cell() -> None:
     ]
 
 
-def test_seeds_that_only_one_has_are_not_paired() -> None:
-    grid = summarize([row("a", "r", 0, 0.9), row("b", "r", 1, 0.1)])
-    assert grid.scores["b", "r"].is_best, "no seed says that a is ahead"
-    assert math.isnan(grid.scores["b", "r"].behind.mean)
-
-
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     pq.write_table(pa.Table.from_pylist(rows), path / "results.parquet")
     return path

@@ -306,7 +306,6 @@ def test_a_bad_quarter_is_named_with_its_median() -> None:
 def test_a_short_run_is_one_part_and_parts_have_five_steps() -> None:
     for steps, measured in ((9, 9), (10, 5)):
         found = judge_metric(run(steps=steps), "mismatch/k3")
-        assert found is not None
         assert found.worst.measured == measured
     assert judge_metric(run(), "reward/mean") is None, "it has no range"
     assert judge_metric(run(), "kl/bounded") is None, "it was not measured"

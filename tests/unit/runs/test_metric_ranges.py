@@ -52,7 +52,6 @@ def test_the_ranges_of_k3_cover_the_scale_and_end_where_it_stops_being_healthy()
     assert ends == sorted(ends)
     assert ends[-1] == math.inf
     row = metric("mismatch/k3")
-    assert row is not None
     # No range is half healthy: the words of each say one thing.
     assert row.high in ends
     names = {1e-11: "exact", 1e-8: "exact", 2e-4: "dense", 1.5e-3: "small-dense", 1e-2: "small-dense", 0.02: "moe"}

@@ -55,7 +55,6 @@ def moved(
 
     trained_only: the lists hold trained tokens alone, so that observations do not move.
     """
-    assert whole.proximal is not None
     values, offsets = whole.proximal.copy(), [by] if isinstance(by, int) else by
     for row in range(0, whole.responses, every):
         start, stop = whole.starts[row], whole.starts[row + 1]
@@ -103,7 +102,6 @@ def test_every_conversation_may_be_shifted_differently(seed: int, turn: int, nam
 @pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
 def test_log_probs_of_observations_may_be_zero(turn: int, name: str) -> None:
     whole = conversations(0)
-    assert whole.proximal is not None
     sides = {"behavior": whole.behavior, "proximal": whole.proximal}
     whole = replace(whole, **{side: np.where(whole.mask, logp, np.float32(0)) for side, logp in sides.items()})
     assert only(moved(whole, 2, turn=turn)).name == name
@@ -165,7 +163,6 @@ def test_a_correlation_with_the_advantage_has_the_z_of_its_spread() -> None:
     [cause] = find_drift(pairs, CONTEXT)
     assert cause.name == "stale"
     match = re.search(r"correlation ([\d.]+), z = ([\d.]+)", cause.evidence)
-    assert match is not None
     total = ratios.sum(1)
     expected = float(np.corrcoef(total, advantage)[0, 1])
     assert abs(float(match[1]) - expected) < 0.05

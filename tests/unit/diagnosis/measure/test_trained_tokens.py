@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.token_tables import table, trained
 
 from trimtab.diagnosis.measure import trained_tokens as bins
-from trimtab.diagnosis.measure.trained_tokens import FIELDS, LOG_RATIO_BINS, StepSums, hash_index, plane
+from trimtab.diagnosis.measure.trained_tokens import FIELDS, StepSums, hash_index, plane
 
 
 def test_sums_of_responses_by_hand() -> None:
@@ -98,13 +98,6 @@ def test_a_log_prob_far_above_zero_overflows_nothing() -> None:
     assert plane(metrics.q, metrics.p, 10).sum() == 2
 
 
-def test_octaves_are_cut_into_32_equal_bins() -> None:
-    values = np.array([1.0, 1.03, 1.03125, 1.99, 2.0, 3.0, 0.5], dtype=np.float32)
-    assert bins.octave(values, 0).tolist() == [0, 0, 1, 31, 32, 48, -32]
-    edges = bins.octave_edges(0, 64)
-    assert edges[[0, 1, 31, 32, 48, 64]].tolist() == [1.0, 1.03125, 1.96875, 2.0, 3.0, 4.0]
-
-
 def test_log_ratio_bins_are_symmetric_and_take_everything() -> None:
     values = np.array([0.0, -0.0, 1e-12, 1e-5, -1e-5, 25.0, 900.0, -900.0])
     index = bins.log_ratio_bin(values) - bins.LOG_RATIO_BINS // 2
@@ -153,17 +146,6 @@ def filled(most: int, steps: list[int], tables: int = 1) -> StepSums:
     for part in np.array_split(np.array(steps), tables):
         ledger.add(part, np.ones((len(part), 1)), part[:, None].astype(float), (np.arange(len(part)), part))
     return ledger
-
-
-def test_equal_steps_merge() -> None:
-    ledger = filled(10, [3, 1, 3, 3], tables=2)
-    (first, one), (second, three) = ledger.rows()
-    assert (first, second) == (1, 3)
-    assert (one[0][0], three[0][0]) == (1, 3)
-    assert three[1][0] == 3
-    assert three[2][3] == 3
-    assert three[2].sum() == 3
-    assert len(three[2]) == LOG_RATIO_BINS
 
 
 def test_neighbors_merge_until_they_fit() -> None:

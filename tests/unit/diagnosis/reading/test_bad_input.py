@@ -218,12 +218,6 @@ def parquet(path: Path, data: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_truncated_parquet_file_is_one_clear_line(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "a.parquet", {name: [value] * 5 for name, value in GOOD.items()})
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "damaged or unfinished" in refused(path)
-
-
 def test_a_parquet_file_of_no_rows_and_of_one(tmp_path: Path) -> None:
     kind = pa.list_(pa.float32())
     empty = {name: pa.array([], kind) for name in GOOD}
@@ -318,11 +312,6 @@ def test_a_column_above_zero_is_refused_with_its_range(tmp_path: Path, values: t
     assert meant in message
 
 
-def test_a_few_values_above_zero_are_a_finding(tmp_path: Path) -> None:
-    _, origin = read(lines(tmp_path / "b.jsonl", row((0.5, -0.25), (-0.7, -1.4)), GOOD))
-    assert any("above 0" in found.text for found in origin.findings), "a few are a finding"
-
-
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_a_file_of_one_token_a_row_says_to_join_them(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"tokens.{kind}"
@@ -340,9 +329,7 @@ def test_numbers_as_text_are_read_and_a_word_among_them_is_shown(tmp_path: Path)
     text = row(("-1.0", "-2.0"), ("-1.5", "-2.5"), response_ids=["7", "8"])
     (table,), origin = read(lines(tmp_path / "a.jsonl", row(response_ids=[7, 8]), text, row((-1.0, "NaN"))))
     assert table.behavior.tolist() == [-1, -2, -1, -2]
-    assert table.proximal is not None
     assert table.proximal.tolist() == [-1.5, -2, -1.5, -2.5]
-    assert table.ids is not None
     assert table.ids.tolist() == [7, 8, 7, 8]
     assert origin.dropped == {"logp_behavior is not a list of numbers": 1}
     assert any("'NaN' at place 2 of 2" in found.detail for found in origin.findings)

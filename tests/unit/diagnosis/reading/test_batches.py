@@ -246,7 +246,6 @@ def test_fields_of_structures_are_columns(tmp_path: Path, kind: str, shape: str)
         open_log([path])  # it says which fields there are
     source = open_log([path], columns=COLUMNS[shape])
     read = TokenTable.concat(list(source.tables()))
-    assert read.ids is not None and read.proximal is not None  # noqa: PT018
     found = zip(read.ids.tolist(), read.behavior.tolist(), read.proximal.tolist(), strict=True)
     assert list(found) == [token for row in TOKENS for token in row]
     assert sum(source.summary().dropped.values()) == 2

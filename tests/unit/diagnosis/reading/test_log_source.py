@@ -179,13 +179,6 @@ def test_a_wrong_mapping_lists_the_available_columns(tmp_path: Path, columns: di
         open_log([write_parquet(tmp_path / "a.parquet", rows(1))], columns=columns)
 
 
-def test_a_similar_column_name_is_suggested(tmp_path: Path) -> None:
-    (row,) = rows(1)
-    row["logp_behaviour"] = row.pop("logp_behavior")
-    with pytest.raises(TrimtabError, match=r"has no logp_behavior, .*did you mean 'logp_behaviour'\?.*--columns"):
-        open_log([write_lines(tmp_path / "a.jsonl", [row])])
-
-
 def test_a_file_named_by_two_paths_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file, rows(4))
