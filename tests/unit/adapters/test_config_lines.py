@@ -8,7 +8,6 @@ import shlex
 import tomllib
 from typing import Any
 
-import pytest
 import yaml
 from tests.support.named_cases import in_one_test
 
@@ -16,7 +15,6 @@ import trimtab
 from trimtab.adapters.config_lines import lines, lines_for
 from trimtab.adapters.config_lines.adapter_lines import written
 from trimtab.adapters.hooks import HOOKS
-from trimtab.errors import TrimtabError
 from trimtab.objectives import objective, objectives
 from trimtab.objectives.lookup import from_section
 

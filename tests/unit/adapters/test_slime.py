@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.adapter_calls import call_tis
 
 from trimtab.adapters import slime
 from trimtab.errors import TrimtabError
@@ -111,5 +110,3 @@ def test_slime_refuses_what_its_hook_does_not_pass() -> None:
         tis({"name": "token-tis", "weight": {"over": "current"}})
     with pytest.raises(TrimtabError, match="context parallelism"):
         tis("token-tis", lengths=(4, 2))
-    with pytest.raises(TrimtabError, match="needs trimtab_objective in the file"):
-        call_tis(Namespace(), torch.ones(1), [], [], [])

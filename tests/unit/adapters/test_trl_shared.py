@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 
-from trimtab.adapters.loss_settings import SETTINGS
 from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
-from trimtab.objectives import keywords_of, objective, objectives
+from trimtab.objectives import objective
 
 
 @dataclasses.dataclass

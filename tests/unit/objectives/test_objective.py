@@ -235,7 +235,6 @@ def test_the_regression_may_be_on_the_proximal_policy():
     assert loss == pytest.approx(residual**2)
     assert slopes == pytest.approx([2 * 2.0 * residual] * 2)
     assert not obj.single_behavior
-    assert objective("oapl").single_behavior
 
 
 def test_logprob_may_be_weighted_and_masked():

@@ -16,7 +16,6 @@ from trimtab.objectives.calibrate import bounds_of
 from trimtab.objectives.lookup import from_section
 from trimtab.report.health import known_objective
 from trimtab.report.run_objective import equation_of
-from trimtab.trainer.config import load_config
 
 DPPO = "tests.unit.objectives.own_rule:dppo"
 OWN = DPPO.removesuffix("dppo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.named_cases import in_one_test
 
-from trimtab.objectives import Clipped, keywords_of, objective, objectives
+from trimtab.objectives import keywords_of, objective, objectives
 
 
 @in_one_test("name", objectives())

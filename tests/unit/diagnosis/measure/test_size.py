@@ -291,17 +291,13 @@ def test_old_tokens_without_fresh_ones_like_them_are_not_split() -> None:
     assert "lies at behavior probabilities with fewer than 100 tokens of age 0" in result.why
 
 
-def test_all_of_age_zero_is_mismatch_alone() -> None:
-    result = split(planted(3, mismatch=0.1, staleness=0.0, fresh=1.0))
-    assert result.separable
-    assert "every token is of age 0" in result.why
-
-
 @pytest.mark.parametrize(("seed", "responses"), [(0, 30), (2, 100), (4, 100)])
 def test_all_of_age_zero_has_no_staleness_at_all(seed: int, responses: int) -> None:
     # Not even a rounding error, which the verdict would print as a figure.
     data = noisy(seed, responses)
-    assert split(replace(data, version=np.repeat(data.proximal_version, np.diff(data.starts)))).staleness == 0.0
+    result = split(replace(data, version=np.repeat(data.proximal_version, np.diff(data.starts))))
+    assert (result.separable, result.staleness) == (True, 0.0)
+    assert "every token is of age 0" in result.why
 
 
 def test_missing_columns_are_named() -> None:
