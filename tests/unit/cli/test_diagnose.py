@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.commands import Printed
 
 import trimtab
 from trimtab.cli import main
@@ -65,11 +66,10 @@ def test_python_gives_what_the_command_gives(file: Path) -> None:
 
 
 def test_the_page_is_written_to_the_current_folder_by_default(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.run(["diagnose", str(file)]) == 0
-    text = capsys.readouterr().out
+    text = printed("diagnose", str(file))
     assert (tmp_path / "diagnose.html").is_file()
     assert text.splitlines()[-1].split() == ["page", "diagnose.html"]
     assert page_path(tmp_path) == tmp_path / "diagnose.html"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.commands import Printed
 from tests.support.noisy_batch import batch
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerControl, TrainerState
@@ -165,15 +166,13 @@ def test_a_mismatch_of_exactly_zero_is_said(tmp_path: Path) -> None:
         assert any("0 at every step" in line for line in terminal_lines(found, tmp_path)) is said
 
 
-def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, printed: Printed) -> None:
     rows = [{"step": step, "mismatch/k3": 1e-4 if step < 10 else 2e-2, "mismatch/ess_token": 0.9} for step in range(12)]
     log = str(write(tmp_path / "log.jsonl", rows))
-    assert main.run(["diagnose", "--scalars", log]) == 0
-    text = capsys.readouterr().out
+    text = printed("diagnose", "--scalars", log)
     assert "step 11: k3-jump: k3 0.02 per token" in text
     assert "limits    Scalars are means over the tokens of a step" in text
-    assert main.run(["diagnose", "--scalars", log, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed("diagnose", "--scalars", log, "--json"))
     assert [alarm["name"] for alarm in values["alarms"]] == ["k3-jump"]
     assert {row["name"] for row in values["scalars"]} == {"mismatch/k3", "mismatch/ess_token"}
     assert main.run(["diagnose", log, "--scalars", log]) == 2
@@ -212,7 +211,7 @@ def trainer_state(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_gradient(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, printed: Printed
 ) -> None:
     state = trainer_state(tmp_path, log_history([100.0] * 15 + [300.0] * 15, [0.0] * 15 + [0.5] * 15))
     rows = read_scalars(state)
@@ -224,8 +223,7 @@ def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_g
     curves = {curve.logged_as: curve for curve in found.curves}
     assert curves["reward"].scalar.quantity == "reward"
     assert curves["completions/mean_length"].values == (100.0,) * 15 + (300.0,) * 15  # the evaluations are not in it
-    assert main.run(["diagnose", "--scalars", str(state)]) == 0
-    text = capsys.readouterr().out
+    text = printed("diagnose", "--scalars", str(state))
     assert "no scalar measures the mismatch of trainer and sampler: trl logs it as " in text
     assert "sampling/sampling_logp_difference/mean with use_vllm=True" in text
 
@@ -277,7 +275,7 @@ def test_the_extremes_that_wandb_exports_beside_a_scalar_are_not_the_scalar(tmp_
         judge(read_scalars(table))
 
 
-def test_the_newest_state_of_a_folder_is_read_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_state_of_a_folder_is_read_and_named(tmp_path: Path, printed: Printed) -> None:
     states = {
         number: trainer_state(tmp_path / f"checkpoint-{number}", log_history([50.0] * number, [0.0] * number))
         for number in (9, 10)
@@ -286,8 +284,7 @@ def test_the_newest_state_of_a_folder_is_read_and_named(tmp_path: Path, capsys: 
     own = trainer_state(tmp_path, log_history([50.0] * 9, [0.0] * 9))
     assert find_scalars(tmp_path) == states[10]  # an earlier run left its own
     trainer_state(tmp_path, log_history([50.0] * 11, [0.0] * 11))
-    assert main.run(["diagnose", "--scalars", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["read"] == str(own)
+    assert json.loads(printed("diagnose", "--scalars", str(tmp_path), "--json"))["read"] == str(own)
 
 
 def test_a_folder_is_the_one_file_of_scalars_in_it(tmp_path: Path) -> None:
