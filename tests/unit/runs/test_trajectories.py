@@ -104,24 +104,15 @@ def test_other_tools_read_the_values(tmp_path: Path) -> None:
     path = tmp_path / "step-000010.parquet"
     trajectories.write(path, [row()], 10)
     result = pq.read_table(path).to_pylist()[0]
-    assert result["step"] == 10
-    assert result["prompt_id"] == "add-7"
-    assert result["group"] == 3
-    assert result["prompt_ids"] == [1, 5]
-    assert result["response_ids"] == [7, 8, 2]
-    assert result["loss_mask"] == [True, False, True]
+    plain = {"step": 10, "prompt_id": "add-7", "group": 3, "proximal_version": 5, "reward": 1.25, "advantage": -0.5}
+    plain |= {"prompt_ids": [1, 5], "response_ids": [7, 8, 2], "loss_mask": [True, False, True]}
+    plain |= {"policy_version": [4, 4, 5], "entropy": [0.5, 0.0, 3.25], "finish": "stop"}
+    plain |= {"text": "42\n", "prompt_text": "Q: 40+2?\nA: "}
+    plain |= {"sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "logprobs": "processed"}}
+    assert {name: result[name] for name in plain} == plain
     assert result["logp_behavior"] == [float(np.float32(x)) for x in (-0.1, -1e-30, -12.345678)]
     assert result["logp_proximal"] == [float(np.float32(x)) for x in (-0.2, -0.3, -12.0)]
     assert result["logp_current"] == [-0.25, float(np.float32(-0.35)), -12.5]
-    assert result["entropy"] == [0.5, 0.0, 3.25]
-    assert result["policy_version"] == [4, 4, 5]
-    assert result["proximal_version"] == 5
-    assert result["reward"] == 1.25
-    assert result["advantage"] == -0.5
-    assert result["sampling"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "logprobs": "processed"}
-    assert result["text"] == "42\n"
-    assert result["prompt_text"] == "Q: 40+2?\nA: "
-    assert result["finish"] == "stop"
     assert dict(result["rewards"]) == {"zz/exact": 1.0, "format": 0.25}
 
 

@@ -178,13 +178,6 @@ def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> No
     assert 0.3 < kept.double().mean() < 0.95
 
 
-def test_aggregation_does_not_matter() -> None:
-    data = AdviceData.of(noisy(40, 0.4))
-    by_token = weights(trimtab.objective("icepop", aggregation="token-mean"), data, 1.0)
-    by_sequence = weights(trimtab.objective("icepop"), data, 1.0)
-    torch.testing.assert_close(by_token, by_sequence)
-
-
 def test_equal_policies_leave_everything_as_it_is() -> None:
     for row in outcomes(AdviceData.of(noisy(60, 0.0))):
         assert (row.kept, row.changed) == (1.0, 0.0), row.preset

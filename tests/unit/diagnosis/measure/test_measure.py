@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.token_tables import ORIGIN, noisy, pieces, table, values, whole
+from tests.support.token_tables import noisy, pieces, table, values, whole
 
-from trimtab.diagnosis.measure.one_pass import Sample, measure
+from trimtab.diagnosis.measure.one_pass import Sample
 from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -61,18 +61,6 @@ def test_scatter_has_the_trainer_in_rows_and_the_sampler_in_columns() -> None:
     result = whole(table([[np.log(0.855 / 0.255), 0.0]], behavior=np.log(0.255), mask=[[True, False]])).scatter
     assert result.shape == (100, 100)
     assert result.sum() == result[85, 25] == 1
-
-
-def test_origin_is_called_after_the_last_table() -> None:
-    calls: list[str] = []
-
-    def tables() -> Any:
-        yield DATA
-        calls.append("end")
-
-    measured = measure(tables(), lambda: (calls.append("origin"), ORIGIN)[1])
-    assert calls == ["end", "origin"]
-    assert measured.origin == replace(ORIGIN, trained=int(DATA.mask.sum()))
 
 
 def test_no_trained_token_is_an_error_in_one_line() -> None:
@@ -159,11 +147,3 @@ def test_huge_responses_are_cut_and_leave_space_for_others() -> None:
 def test_chunks_of_other_columns_are_refused() -> None:
     with pytest.raises(TrimtabError, match=r"different columns \(ids only in some\)"):
         drawn([table([[0.0]]), table([[0.0]], ids=[[1]])], tokens=10)
-
-
-def test_select_and_concat_undo_each_other() -> None:
-    data = noisy(2, 20)
-    assert same(TokenTable.concat(pieces(data, [4, 9])), data)
-    some = data.select(np.arange(20) % 2 == 1, longest=5)
-    assert np.diff(some.starts).tolist() == np.minimum(np.diff(data.starts)[1::2], 5).tolist()
-    assert values(some, "step") == values(data, "step")[1::2]

@@ -73,13 +73,6 @@ def test_trl_repeats_a_batch_in_each_file_and_it_counts_once() -> None:
     np.testing.assert_allclose(values(table, "advantage"), [row["advantage"] for row in one])
 
 
-def test_trl_rewards_have_the_name_of_their_function() -> None:
-    table, origin = read("trl", columns={"reward": "length"})
-    assert "reward" not in origin.missing
-    one = pq.read_table(DATA / "trl/completions_00001.parquet").to_pylist()
-    np.testing.assert_array_equal(table.reward, [row["length"] for row in one])
-
-
 def test_trl_tool_tokens_are_untrained(tmp_path: Path) -> None:
     row = {
         "prompt": "q", "completion": "a", "advantage": 0.5, "step": 1,
