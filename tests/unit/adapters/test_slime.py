@@ -71,11 +71,6 @@ WITH_KL = {"name": "grpo", "kl_coef": 0.1}
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
-        (
-            "grpo",
-            {"kl_loss_coef": 0.1},
-            "kl_loss_coef: only slime's own loss reads this, .*: kl_loss_coef is kl_coef, w",
-        ),
         ("grpo", {"use_kl_loss": True}, "--use-kl-loss has no effect"),
         (WITH_KL, {"use_kl_loss": True, "kl_loss_coef": 0.0}, "no reference log-probs are passed: set --use-kl-loss"),
         ("icepop", {"use_rollout_logprobs": True}, "--use-rollout-logprobs leaves them out: turn it off"),

@@ -84,7 +84,6 @@ def test_a_trajectory_file_of_another_writer_needs_no_texts(tmp_path: Path) -> N
         ("metrics.jsonl", None, "metrics.jsonl is missing"),
         ("metrics.jsonl", "", "metrics.jsonl is empty"),
         ("metrics.jsonl", '{"step": 1', "metrics.jsonl holds no finished step"),
-        ("metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"st\n{"step": 4}\n', "metrics.jsonl, line 3"),
         ("metrics.jsonl", '{"reward/mean": 1}\n', "metrics.jsonl, line 1"),
     ],
 )

@@ -63,11 +63,6 @@ def test_a_run_in_numbers() -> None:
     )
 
 
-def test_step_one_is_on_the_curve_only_where_it_was_evaluated() -> None:
-    summary = summarize(run(rows(), every=1), "done", 0.0)
-    assert (summary.curve_steps, summary.curve) == ((0, 1, 2, 3), (0.4, 0.4, 0.8, 0.6))
-
-
 def test_a_diverged_run_has_no_accuracy_at_its_end() -> None:
     summary = summarize(run(rows()[:2], every=2), "diverged", 1.0, "not finite")
     assert (summary.status, summary.accuracy, summary.accuracy_best, summary.steps) == ("diverged", None, 0.8, 2)

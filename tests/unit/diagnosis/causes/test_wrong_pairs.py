@@ -74,7 +74,7 @@ def only(table: TokenTable) -> Cause:
     return result[0]
 
 
-@pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
+@pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized"), (3, "retokenized")])
 @pytest.mark.parametrize(("trained_only", "every"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("by", [1, 2, -1, -2])
 def test_a_shift_is_retokenized_where_it_begins_with_a_later_turn(
@@ -82,15 +82,9 @@ def test_a_shift_is_retokenized_where_it_begins_with_a_later_turn(
 ) -> None:
     cause = only(moved(conversations(0), by, turn=turn, every=every, trained_only=trained_only))
     assert cause.name == name
-    assert ("the shift begins where turn 2 begins (position 2" in cause.evidence) == (turn == 2)
+    begins = f"the shift begins where turn {turn} begins (position {2 * turn - 2}"
+    assert (begins in cause.evidence) == (turn > 1)
     assert cause.confidence > 0.9
-
-
-@pytest.mark.parametrize("by", [2, -1])
-def test_the_turn_is_the_one_it_begins_at(by: int) -> None:
-    cause = only(moved(conversations(0), by, turn=3))
-    assert cause.name == "retokenized"
-    assert "begins where turn 3 begins (position 4" in cause.evidence
 
 
 @pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])

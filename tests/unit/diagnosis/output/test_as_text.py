@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
-from tests.support.diagnosis_example import MISMATCH, example
+from tests.support.diagnosis_example import MISMATCH, compared, example
 
-from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.output.as_text import markdown, rows, terminal_text, versions
 from trimtab.errors import Finding
-from trimtab.intervals import Interval
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
 # 15,000 tokens and 120 + 120 + 90 = 330 nats. Token 1234: 800 tokens and 160 nats. Age 2 or more: 45,000 tokens and
@@ -138,18 +136,7 @@ def test_numbers_that_are_not_finite_are_dashes() -> None:
 
 
 def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
-    change = Interval(2.0, 1.5, 2.5)
-    of = Comparison(
-        first=example(),
-        second=example(causes=()),
-        k3=change,
-        ratio_mean=Interval(1.0, 0.99, 1.01),
-        tail=Interval(0.2, 0.1, 0.3),
-        tails=(0.4, 0.2),
-        paired="prompt",
-        pairs=12,
-        names=("new|a.jsonl", "old.jsonl"),
-    )
+    of = compared(example(), ("new|a.jsonl", "old.jsonl"))
     lines = markdown(example(), of).splitlines()
     assert lines[0] == ("**k3 in A relative to B: 2 times (1.5 to 2.5), more than chance.**")
     both = "4.8e-3 (4.3e-3 to 5.4e-3)"
