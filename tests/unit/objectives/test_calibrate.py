@@ -195,8 +195,7 @@ def test_a_section_builds_its_objective_and_says_where_its_bounds_come_from() ->
         ({"name": "grpo", "calibrate": True}, "objective 'grpo' has no bound that calibrate can find: leave calibr"),
         (
             {"name": "icepop", "calibrate": True, "weight_max": 3.0},
-            "objective.calibrate finds weight_min, weight_max at step 0: leave weight_max out (unset it where a "
-            "recipe's base sets it), or calibrate",
+            "objective.calibrate finds weight_min, weight_max at step 0: leave weight_max out (unset it where",
         ),
         ({"name": "icepop", "calibrate": "yes"}, "objective.calibrate = 'yes' has the wrong type: use true or false"),
         ({"name": "icepopp", "calibrate": True}, "unknown objective 'icepopp'"),

@@ -186,10 +186,7 @@ def test_an_absent_id_and_an_untrained_position_change_nothing():
         ({"ratio": ON_SAMPLER, "surrogate": Unclipped()}, "weight 1 or min"),
         ({"ratio": Ratio("sequence", "behavior"), "surrogate": Reinforce(2.0)}, "weight 1 or min"),
         ({"ratio": Ratio(), "surrogate": Reinforce(2.0)}, "weight 1 or min"),
-        (
-            {"ratio": ON_SAMPLER, "surrogate": Reinforce(2.0), "masks": (Band("token", 0.5, 2.0),)},
-            "without a weight or a",
-        ),
+        ({"ratio": ON_SAMPLER, "surrogate": Reinforce(2.0), "masks": (Band("token", 0.5, 2.0),)}, "without a weight"),
         ({"ratio": Ratio(), "surrogate": LogProb(), "weight": Weight()}, "without a weight or a mask"),
         ({"ratio": ON_SAMPLER, "surrogate": Reinforce(float("inf"))}, "no effect on exact weights"),
     ],

@@ -55,6 +55,7 @@ NOISE = 0.02 * np.random.default_rng(0).standard_normal(80)
 # Every group has equal rewards, and all rewards are 0.
 IDLE = {"groups__no_signal": 16, "reward__std": 0.0, "reward__mean": 0.0, "optim__grad_norm": 0.0}
 FELL = "the gradient norm fell from 0.07 to 0.02, medians of 20 steps each"
+NO_OP = f"{FAULTY}the noise of the perturbation is in effect a no-op: "
 EVERY_REWARD = "nothing was learned in 80 of 80 steps: every response got reward 0"
 
 
@@ -88,26 +89,17 @@ def test_steps_that_a_guard_discarded_are_not_judged() -> None:
         # Figures beside a range have the digits that tell them apart.
         ({"mismatch__k3": 0.01004}, f"{FAULTY}k3 is 0.01004: too much for a dense model"),
         ({"mismatch__ess_token": 0.9496}, f"{FAULTY}the effective sample size is 0.9496: healthy: 0.95 to 1."),
-        (
-            {"length__truncated": 0.1018},
-            f"{BUT}the share of responses cut by the length limit is 0.102 (healthy: 0 to 0.1).",
-        ),
+        ({"length__truncated": 0.1018}, f"{BUT}the share of responses cut by the length limit is 0.102 (healthy"),
         # A trainer shifted by .05 nats: k3 of 1.3e-3, and every weight is wrong.
-        (
-            {"mismatch__ratio_mean": 0.951},
-            f"{FAULTY}the mean ratio of trainer and sampler is 0.95: healthy: 0.99 to 1.01.",
-        ),
+        ({"mismatch__ratio_mean": 0.951}, f"{FAULTY}the mean ratio of trainer and sampler is 0.95: healthy: 0.99"),
         # The last step alone does not decide, and neither do single steps.
         ({"mismatch__k3": [0.3] * 79 + [1e-3]}, f"{FAULTY}k3 is 0.3: "),
         ({"mismatch__k3": [1e-3] * 79 + [0.3]}, HEALTHY),
         # Of parts that are all outside, the furthest is named.
-        (
-            {"mismatch__k3": phases(0.02, 0.08, 0.05, 0.03)},
-            f"{FAULTY}k3 is 0.04 over the run, 0.08 in steps 21 to 40: too much for a dense model",
-        ),
+        ({"mismatch__k3": phases(0.02, 0.08, 0.05, 0.03)}, f"{FAULTY}k3 is 0.04 over the run, 0.08 in steps 21 to 40"),
         (
             {"reward__mean": phases(0.4, 0.38, 0.05, 0.05)},
-            f"{FAULTY}the reward fell from 0.4 (steps 1 to 20) to 0.05 (steps 61 to 80).",
+            f"{FAULTY}the reward fell from 0.4 (steps 1 to 20) to 0.05 (",
         ),
         # Rewards near 0 that chance halves: .02 with a spread of .03 a step is .007 of a mean over 20.
         ({"reward__mean": list(np.array(phases(0.02, 0.02, 0.02, 0.009)) + 1.5 * NOISE)}, HEALTHY),
@@ -122,13 +114,13 @@ def test_steps_that_a_guard_discarded_are_not_judged() -> None:
         ),
         (
             dict.fromkeys(("mismatch__k3", "mismatch__ess_token", "mismatch__pearson")),
-            "Not judged over 80 steps: no mismatch between trainer and sampler was measured.",
+            "Not judged over 80 steps: no mis",
         ),
         (IDLE, f"{FAULTY}{EVERY_REWARD}."),
         # Groups of equal rewards that differ between groups; and a baseline over the batch, which counts no groups.
         (
             {"groups__no_signal": 16, "reward__std": 0.5},
-            f"{FAULTY}nothing was learned in 80 of 80 steps: the rewards of every group were equal.",
+            f"{FAULTY}nothing was learned in 80 of 80 steps: the rewards of",
         ),
         ({"groups__no_signal": 0, "reward__std": 0.0}, f"{FAULTY}nothing was learned"),
         # A policy that solves everything after a quarter of the run has learned it; expert traces teach.
@@ -147,13 +139,10 @@ def test_steps_that_a_guard_discarded_are_not_judged() -> None:
             f"{FAULTY}the reward fell from 0.12 (steps 1 to 20) to 0 (steps 61 to 80); nothing was learned in 70",
         ),
         # ALP: no change of log-probs; entries that rounding undoes, whatever the log-probs say, on probe steps.
-        (
-            {"perturbation__dlogp": [*[None, 0.0] * 40]},
-            f"{FAULTY}the noise of the perturbation is in effect a no-op: the change of log-probs is 0.",
-        ),
+        ({"perturbation__dlogp": [*[None, 0.0] * 40]}, f"{NO_OP}the change of log-probs is 0."),
         (
             {"perturbation__dlogp": 0.09, "perturbation__changed": 0.0008},
-            f"{FAULTY}the noise of the perturbation is in effect a no-op: the share of changed entries is 8.0e-4.",
+            f"{NO_OP}the share of changed entries is 8.0e-4.",
         ),
         ({"perturbation__dlogp": 0.07, "perturbation__changed": 0.11}, HEALTHY),
         ({"perturbation__dlogp": 1e-4}, HEALTHY),  # noise on the logits is judged by the log-probs alone
@@ -168,6 +157,9 @@ def test_verdict_by_hand(changed: dict[str, Any], text: str) -> None:
     if text.endswith("."):
         assert verdict == text
     assert "\n" not in result.text
+
+
+FALLEN = np.array(phases(0.5, 0.5, 0.4, 0.4))
 
 
 def held_out(*values: float, problems: float | None = 128) -> dict[str, Any]:
@@ -204,16 +196,8 @@ def held_out(*values: float, problems: float | None = 128) -> dict[str, Any]:
         ),
         # Without held-out accuracy the reward says it.
         ({"reward__mean": phases(0.3, 0.4, 0.4, 0.5)}, "The reward rose: 0.300 → 0.500", ""),
-        (
-            {"reward__mean": list(np.array(phases(0.5, 0.5, 0.4, 0.4)) + NOISE)},
-            "The reward fell: 0.496 → 0.405",
-            "the reward fell from 0.5 (steps 1 to 20) to 0.4 (steps 61 to 80)",
-        ),
-        (
-            held_out(0.461, 0.555) | {"reward__mean": phases(0.5, 0.5, 0.4, 0.4)},
-            "Better than before: 0.461 → 0.555",
-            "",
-        ),
+        ({"reward__mean": FALLEN + NOISE}, "The reward fell: 0.496 → 0.405", "fell from 0.5 (steps 1 to 20) to 0.4 ("),
+        (held_out(0.461, 0.555) | {"reward__mean": FALLEN}, "Better than before: 0.461 → 0.555", ""),
     ],
 )
 def test_the_first_words_say_what_was_learned_and_no_run_that_got_worse_is_healthy(

@@ -183,11 +183,7 @@ def test_one_empty_file_among_others_is_a_finding(tmp_path: Path) -> None:
     [
         ("a.bin", b"\x00\x01\x02", "neither a parquet, an arrow, a JSON, a CSV nor a torch file"),
         ("a.txt", b"hello", "neither a parquet, an arrow, a JSON, a CSV nor a torch file"),
-        (
-            "a.txt.gz",
-            gzip.compress(b"hello", mtime=0),
-            "neither a parquet, an arrow, a JSON, a CSV nor a torch file below its gzip",
-        ),
+        ("a.txt.gz", gzip.compress(b"hello", mtime=0), "a JSON, a CSV nor a torch file below its gzip"),
         ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is compressed: unpack it first"),
         ("a.zst", b"\x28\xb5\x2f\xfd", "compressed with zstd"),
         ("a.npz", b"PK\x03\x04", "holds numpy arrays, whose rows and padding nothing tells: write a parquet or JSONL"),
