@@ -17,7 +17,6 @@ from trimtab.intervals import (
     detectable_lead,
     interval_method,
     may_be_best,
-    resampled,
     seed_interval,
     student_quantile,
 )
@@ -81,15 +80,6 @@ def test_large_samples_have_the_normal_interval() -> None:
     assert intervals["mean"].high == pytest.approx(values.mean() + half, abs=0.15 * half)
     # The delta method: the deviation of a square is 2 |mean| times as large.
     assert intervals["square"].high - intervals["square"].low == pytest.approx(4 * half * values.mean(), rel=0.1)
-
-
-def test_draws_are_with_replacement_and_fixed_by_the_seed() -> None:
-    draws = resampled(50, seed=3)
-    assert (draws.sum(axis=1) == 50).all()
-    # The variance of a count is 1 - 1 / n.
-    assert draws.var() == pytest.approx(0.98, rel=0.03)
-    assert np.array_equal(draws, resampled(50, seed=3))
-    assert not np.array_equal(draws, resampled(50, seed=4))
 
 
 def test_mean_ratio_of_correlated_rows_is_covered() -> None:

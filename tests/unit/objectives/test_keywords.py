@@ -207,13 +207,6 @@ def test_mistakes_are_one_line(name, given, line):
     assert "\n" not in str(error.value)
 
 
-def test_an_unbounded_weight_is_printed_without_a_bound():
-    assert "sg[r_t] A log π" in objective("flash-reinforce").equation()
-    assert (
-        objective("composed", surrogate={"kind": "reinforce", "ceiling": math.inf}).equation().startswith("loss = −1/D")
-    )
-
-
 def test_what_only_looks_without_effect_is_accepted():
     assert objective("grpo", mask=[], centering=False) == objective("grpo")
     assert objective("dr-grpo", length_max=1).aggregation == Aggregation("constant", length_max=1)

@@ -33,13 +33,10 @@ def test_every_keyword_changes_the_objective_and_the_equation(name):
 def test_the_equation_explains_its_symbols_and_warns():
     text = objective("seq-mis", kl="unbiased", kl_coef=0.01, entropy_coef=0.002).equation()
     assert "+ 0.01·KL − 0.002·H" in text
-    assert "ρ = Π_t π_old(y_t)/μ(y_t)" in text
     assert "KL: π/μ·(π_ref/π − log(π_ref/π) − 1), gradient through both" in text
     external = objective("luffy", kl="unbiased", kl_coef=0.01).equation()
     assert "KL: π/μ (1 at off-policy tokens, which have no μ)·(π_ref/π" in external
-    assert "not (A < 0 and mean_t(log μ − log π) > 0.05)" in objective("opsm").equation()
     assert "the dual clip at 3 is inside the clip range" in objective("seq-bypass", clip_dual=3.0).equation()
-    assert "is inside" not in objective("seq-bypass").equation()
     assert "harmful |log r| whose capped second moment stays below 0.1" in objective("m2po", tau=0.1).equation()
     masked = objective("m2po", form="mask", tau=0.1).equation()
     assert "1[|log r_t| ≤ c]·r_t A" in masked

@@ -70,16 +70,6 @@ def test_no_trained_token_is_an_error_in_one_line() -> None:
         whole()
 
 
-def test_untrained_responses_and_empty_chunks_are_accepted() -> None:
-    empty = pieces(DATA, [0])[0]
-    untrained = table([[0.0]], mask=[[False]])
-    assert empty.responses == 0
-    assert_same(whole(empty, *pieces(DATA, [20]), empty), DATA_AT_ONCE)
-    result = whole(untrained, table([[0.5]]))
-    assert result.size.mismatch["sequences"] == 1
-    assert result.sample.responses == 2
-
-
 def drawn(parts: list[TokenTable], tokens: int, longest: int = 1000) -> TokenTable:
     sample, first = Sample(tokens, longest), 0
     for part in parts:
@@ -99,11 +89,6 @@ def same(one: TokenTable, other: TokenTable) -> bool:
 def numbered(lengths: list[int]) -> TokenTable:
     """Every token carries the index of its response as id."""
     return table([[0.0] * length for length in lengths], ids=[[row] * length for row, length in enumerate(lengths)])
-
-
-def test_all_is_kept_where_it_fits() -> None:
-    data = noisy(0, 30)
-    assert same(drawn(pieces(data, [3, 3, 20]), tokens=data.tokens), data)
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 2, 3], [0, 150, 299], list(range(0, 300, 7))])

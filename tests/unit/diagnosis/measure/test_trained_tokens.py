@@ -148,14 +148,6 @@ def filled(most: int, steps: list[int], tables: int = 1) -> StepSums:
     return ledger
 
 
-def test_neighbors_merge_until_they_fit() -> None:
-    # 9 steps do not fit into 4 rows by twos (5 blocks), but by fours: 0-3, 4-7, 8.
-    for tables in (1, 2, 9):
-        ledger = filled(4, list(range(9)), tables)
-        assert ledger.width == 4
-        assert [(key, row[0][0], row[1][0]) for key, row in ledger.rows()] == [(0, 4, 3), (1, 4, 7), (2, 1, 8)]
-
-
 def test_order_of_steps_changes_nothing() -> None:
     steps = np.random.default_rng(0).permutation(500).tolist()
     shuffled, ordered = filled(60, steps, 7), filled(60, sorted(steps), 3)
