@@ -32,6 +32,7 @@ def test_general_help_names_every_command(printed: Printed) -> None:
     out = printed("--help")
     assert all(f" {command} " in out for command in COMMANDS)
     assert "[compare]" in out, "a section's name is not markup"
+    assert printed("--version").startswith("trimtab 0.")
 
 
 @pytest.mark.e2e
