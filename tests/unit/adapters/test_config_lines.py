@@ -28,8 +28,6 @@ def overrides(text: str) -> dict[str, str]:
 
 def options(text: str) -> dict[str, Any]:
     call = ast.parse(text).body[0]
-    assert isinstance(call, ast.Expr)
-    assert isinstance(call.value, ast.Call)
     return {word.arg: ast.literal_eval(word.value) for word in call.value.keywords if word.arg}
 
 
