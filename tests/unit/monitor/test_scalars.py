@@ -178,9 +178,8 @@ def log_history(lengths: Iterable[float], clipped: Iterable[float]) -> list[dict
     """What TRL 1.16's GRPOTrainer without vLLM leaves in trainer_state.json, with an evaluation and a summary."""
     rows: list[dict[str, Any]] = []
     for step, (length, share) in enumerate(zip(lengths, clipped, strict=True), start=1):
-        kinds = [
-            f"completions/{kind}{end}" for kind in ("max", "mean", "min") for end in ("_length", "_terminated_length")
-        ]
+        ends = ("_length", "_terminated_length")
+        kinds = [f"completions/{kind}{end}" for kind in ("max", "mean", "min") for end in ends]
         completions = dict.fromkeys(kinds, length) | {"completions/clipped_ratio": share}
         update = {
             "epoch": step / 100,
