@@ -183,9 +183,7 @@ def log_history(lengths: Iterable[float], clipped: Iterable[float]) -> list[dict
         completions = dict.fromkeys(kinds, length) | {"completions/clipped_ratio": share}
         update = {"epoch": step / 100, "grad_norm": 0.4, "learning_rate": 1e-6, "loss": 0.01}
         reward = {"reward": 0.5, "reward_std": 0.1, "rewards/digits/mean": 0.5, "rewards/digits/std": 0.1}
-        rows.append(
-            update | completions | reward | {"num_tokens": 100.0 * step, "entropy": 1.0, "kl": None, "step": step}
-        )
+        rows.append(update | completions | reward | {"num_tokens": 100.0 * step, "entropy": 1.0, "step": step})
         if step % 10 == 0:
             evaluated = {f"eval_{name}": 900.0 if "length" in name else 0.9 for name in completions}
             rows.append(evaluated | {"epoch": step / 100, "eval_loss": 0.1, "eval_reward": 9.0, "step": step})

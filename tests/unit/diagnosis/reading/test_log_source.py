@@ -228,7 +228,13 @@ def test_trajectory_files_of_several_turns_are_read(tmp_path: Path) -> None:
 def test_nulls_at_observations_are_accepted_in_json_lines(tmp_path: Path) -> None:
     line = {"logp_behavior": [-1.0, None, -1.0], "logp_proximal": [-1.1, None, -1.3], "entropy": [0.5, None, 0.5]}
     line |= {"loss_mask": [1, 0, 1], "turn": [0, 0, 1]}
-    diagnosis = diagnose(write_lines(tmp_path / "rollouts.jsonl", [line] * 20)).measured
+    line |= dict.fromkeys(("reward", "policy_version", "group"))  # as adapters write what they do not know
+    path = write_lines(tmp_path / "rollouts.jsonl", [line] * 20)
+    (table,), origin = read(path)
+    assert origin.findings == ()
+    assert {"reward", "policy_version", "group"} <= origin.missing.keys()
+    assert table.trainer.tolist() == [np.float32(-1.1), 0, np.float32(-1.3)] * 20
+    diagnosis = diagnose(path).measured
     assert (diagnosis.origin.responses, diagnosis.origin.trained, dict(diagnosis.origin.nonfinite)) == (20, 40, {})
     assert diagnosis.views["turn-number"].count.tolist() == [20, 20]
 
