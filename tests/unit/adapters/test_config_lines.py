@@ -125,19 +125,10 @@ def test_verl_gets_the_reciprocals_of_a_geometric_band() -> None:
     lopsided = overrides(lines("geo-mask", {"keep_min": 0.99, "keep_max": 1.001})["verl"])
     assert lopsided["algorithm.rollout_correction.rollout_rs_threshold"] == '"0.999001_1.0101"'
     mis = yaml.safe_load(result["miles"].partition("# mis.yaml")[2])
-    assert mis == {
-        "use_tis": True,
-        "tis_level": "token",
-        "tis_mode": "clip",
-        "tis_lower_bound": 0.5,
-        "tis_upper_bound": 2.0,
-        "tis_batch_normalize": False,
-        "use_rs": True,
-        "rs_level": "geometric",
-        "rs_lower_bound": 0.8,
-        "rs_upper_bound": 1.25,
-        "rs_veto_threshold": None,
-    }
+    weight = {"use_tis": True, "tis_level": "token", "tis_mode": "clip", "tis_batch_normalize": False}
+    weight |= {"tis_lower_bound": 0.5, "tis_upper_bound": 2.0}
+    mask = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.8, "rs_upper_bound": 1.25}
+    assert mis == weight | mask | {"rs_veto_threshold": None}
     assert "TRL has no geometric mask [0.8, 1.25]" in result["trl"]
 
 

@@ -60,15 +60,9 @@ def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, prin
         [sandbox] = [check for check in values["findings"] if check["name"] == name]
         assert sandbox["status"] in ("ok", "note")
         assert sandbox["detail"].startswith("runs Python tools: ") == (sandbox["next_step"] == "")
-    missing = [check for check in values["findings"] if check["name"] == "no-such-library"]
-    assert missing == [
-        {
-            "status": "fail",
-            "name": "no-such-library",
-            "detail": "missing",
-            "next_step": "pip install '.[train]' in a checkout of Trimtab",
-        }
-    ]
+    [missing] = [check for check in values["findings"] if check["name"] == "no-such-library"]
+    assert (missing["status"], missing["detail"]) == ("fail", "missing")
+    assert missing["next_step"] == "pip install '.[train]' in a checkout of Trimtab"
 
 
 def test_doctor_only_notes_what_some_recipes_need(monkeypatch: pytest.MonkeyPatch, printed: Printed) -> None:
