@@ -18,18 +18,9 @@ from trimtab.report.health import HealthVerdict, as_data, health, judge_metric
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import Run, read_run
 
-GOOD = {
-    "mismatch/k3": 1e-3,
-    "mismatch/ess_token": 0.99,
-    "mismatch/pearson": 0.999,
-    "reward/mean": 0.5,
-    "groups/no_signal": 2,
-    "groups/sampled": 16,
-    "optim/grad_norm": 0.4,
-    "optim/grad_clipped": 0.0,
-    "optim/skipped": 0,
-    "trajectories/dropped": 0,
-}
+GOOD = {"mismatch/k3": 1e-3, "mismatch/ess_token": 0.99, "mismatch/pearson": 0.999}
+GOOD |= {"reward/mean": 0.5, "groups/no_signal": 2, "groups/sampled": 16}
+GOOD |= {"optim/grad_norm": 0.4, "optim/grad_clipped": 0.0, "optim/skipped": 0, "trajectories/dropped": 0}
 SAME = "The reward did not clearly change: 0.500 → 0.500. "
 HEALTHY, BUT, FAULTY = "Healthy over 80 steps.", "Healthy over 80 steps, but ", "Not healthy over 80 steps: "
 

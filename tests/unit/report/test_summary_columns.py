@@ -13,15 +13,8 @@ from trimtab.report.groups import Group
 from trimtab.report.summary_columns import PROCESS_COLUMNS, RESULT_COLUMNS, outcome, summaries_of
 from trimtab.runs.reader import Run
 
-BASE = {
-    "task.name": "sort",
-    "model.path": "laboratory",
-    "eval.problems": 64,
-    "trainer.steps": 4,
-    "trainer.prompts": 2,
-    "trainer.samples": 4,
-    "reward": [],
-}
+BASE = {"task.name": "sort", "model.path": "laboratory", "eval.problems": 64, "reward": []}
+BASE |= {"trainer.steps": 4, "trainer.prompts": 2, "trainer.samples": 4}
 
 
 def run(accuracy: dict[int, float], seed: int = 0, steps: int = 4, **metrics: Any) -> Run:
