@@ -41,19 +41,9 @@ def expected_gradient(kind: str, sampler: Tensor, name: str = "grpo", proximal: 
                 policy.log_softmax(0)[token].view(1, 1) for policy in (logits, sampler, proximal, REFERENCE)
             )
             mask = torch.ones(1, 1, dtype=torch.bool)
-            one = mask.long()
-            logps = PolicyLogps(
-                current,
-                behavior,
-                mask,
-                before,
-                reference,
-                off_policy=~mask,
-                turn=one,
-                age=one,
-                head_current=current[..., None],
-                head_behavior=behavior[..., None],
-            )
+            fields = {"off_policy": ~mask, "turn": mask.long(), "age": mask.long()}
+            fields |= {"head_current": current[..., None], "head_behavior": behavior[..., None]}
+            logps = PolicyLogps(current, behavior, mask, before, reference, **fields)
             obj(logps, torch.zeros(1, 1)).loss.backward()
             gradient += (2 * coefficient - 1) * behavior.exp().item() * logits.grad
     return gradient

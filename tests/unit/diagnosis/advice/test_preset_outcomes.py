@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.support import token_tables
 
 import trimtab
 from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes, weights
@@ -20,15 +21,8 @@ RATIOS = [[1.0, 1.1, 0.9], [4.0, 1.0], [0.4, 0.5, 1.0, 1.0]]
 
 
 def table(ratios: list[list[float]], advantage: list[float] | None = None) -> TokenTable:
-    lengths = [len(row) for row in ratios]
-    log = np.log(np.concatenate(ratios)).astype(np.float32)
-    return TokenTable(
-        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        mask=np.ones(len(log), dtype=np.bool_),
-        behavior=np.full(len(log), -5.0, dtype=np.float32),
-        proximal=log - np.float32(5.0),
-        advantage=None if advantage is None else np.array(advantage),
-    )
+    columns = {} if advantage is None else {"advantage": advantage}
+    return token_tables.table([np.log(row) for row in ratios], behavior=-5.0, **columns)
 
 
 def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> TokenTable:
