@@ -140,16 +140,9 @@ def test_the_preset_takes_its_bounds_and_keeps_its_share(
     built = trimtab.objective(preset, **bounds)
     assert calibrated(preset, observed(log[:cut]) + observed(log[cut:])) == bounds
     assert calibrated(preset, observed(log[torch.randperm(rows)])) == bounds
-    correction = correct(
-        log,
-        torch.zeros_like(log),
-        torch.ones_like(log, dtype=torch.bool),
-        weight=built.weight,
-        masks=built.masks,
-        current=log,
-        advantage=-torch.ones(rows, 1, dtype=torch.float64),
-        turn=turns(log),
-    )
+    fields = {"current": log, "advantage": -torch.ones(rows, 1, dtype=torch.float64), "turn": turns(log)}
+    every = torch.ones_like(log, dtype=torch.bool)
+    correction = correct(log, torch.zeros_like(log), every, weight=built.weight, masks=built.masks, **fields)
     # Where a bound was held back from its quantile it may reject more; elsewhere at most 1% on either side.
     at_the_limit = {10.0, 0.1, 0.5, 1.64873, 0.60653, 5.0, 0.2} & set(bounds.values())
     if not at_the_limit:
