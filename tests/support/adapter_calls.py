@@ -51,24 +51,23 @@ def call_verl(batch: Batch, current: Tensor, name: str, parts: Sequence[slice], 
     return torch.stack([value for value, _ in results]).sum() / 2, results[-1][1]
 
 
+def prime_rl_sequence(batch: Batch, current: Tensor, row: int, weights: Tensor | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        trainer_logprobs=current[row],
+        inference_logprobs=batch["behavior"][row],
+        ref_logprobs=None,
+        advantages=wide(batch, current)[row],
+        loss_mask=batch["mask"][row],
+        loss_weights=weights,
+    )
+
+
 def call_prime_rl(
     batch: Batch, current: Tensor, name: str, _: Sequence[slice], given: dict[str, Any], **records: Any
 ) -> Called:
     """Sequence by sequence. A batch of prime-rl is one update: the policy at its start is the current one."""
     results = [
-        prime_rl.loss(
-            SimpleNamespace(
-                trainer_logprobs=current[row],
-                inference_logprobs=batch["behavior"][row],
-                ref_logprobs=None,
-                advantages=wide(batch, current)[row],
-                loss_mask=batch["mask"][row],
-                loss_weights=None,
-            ),
-            objective=name,
-            **given,
-            **records,
-        )
+        prime_rl.loss(prime_rl_sequence(batch, current, row), objective=name, **given, **records)
         for row in range(len(current))
     ]
     return torch.stack([one.loss for one in results]).sum() / batch["mask"].sum(), dict(results[-1].metrics)
@@ -98,10 +97,8 @@ def call_skyrl(
     return torch.stack([value for value, _ in results]).sum(), results[-1][1]
 
 
-def call_nemo_rl(
-    batch: Batch, current: Tensor, name: str, parts: Sequence[slice], given: dict[str, Any], **records: Any
-) -> Called:
-    """The metrics are those of the whole update, which NeMo-RL adds up."""
+def nemo_rl_data(batch: Batch, current: Tensor) -> dict[str, Tensor]:
+    """Of a whole update: each value belongs to the token before."""
     names = {
         "token_mask": "mask",
         "advantages": "advantage",
@@ -115,7 +112,14 @@ def call_nemo_rl(
         if ours in batch
     }
     columns |= {"curr_logprobs_unfiltered": batch["unfiltered"]} if "unfiltered" in batch else {}
-    columns |= {"sample_mask": torch.ones(len(current))}
+    return columns | {"sample_mask": torch.ones(len(current))}
+
+
+def call_nemo_rl(
+    batch: Batch, current: Tensor, name: str, parts: Sequence[slice], given: dict[str, Any], **records: Any
+) -> Called:
+    """The metrics are those of the whole update, which NeMo-RL adds up."""
+    columns = nemo_rl_data(batch, current)
     loss = nemo_rl.ObjectiveLoss(name, replaces=NEMO_RL_LOSS, **given, **records)
     counts = (torch.tensor(len(current)), batch["mask"].sum())
     results = [loss(current[part], {key: value[part] for key, value in columns.items()}, *counts) for part in parts]
@@ -151,10 +155,8 @@ def call_slime(
     return loss / (sum(int(mask.sum()) for mask in masks) if tokens else len(current)), metrics
 
 
-def call_areal(
-    batch: Batch, current: Tensor, name: str, _: Sequence[slice], given: dict[str, Any], **records: Any
-) -> Called:
-    """Packed rows, as AReaL trains. A version is that of the token itself, the rest is of the next one."""
+def areal_row(batch: Batch, current: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A packed row, as AReaL trains, and options. A version is that of the token itself, the rest of the next one."""
     step = batch.get("step", 9)
     data = {
         "logprobs": batch["behavior"].reshape(-1),
@@ -165,7 +167,13 @@ def call_areal(
     }
     age = batch.get("age", torch.ones(current.shape, dtype=torch.long))
     data["versions"] = (step + 1 - age).reshape(-1).roll(1)
-    options = {"eps_clip": 0.2, "current_version": step, "use_decoupled_loss": True}
+    return data, {"eps_clip": 0.2, "current_version": step, "use_decoupled_loss": True}
+
+
+def call_areal(
+    batch: Batch, current: Tensor, name: str, _: Sequence[slice], given: dict[str, Any], **records: Any
+) -> Called:
+    data, options = areal_row(batch, current)
     loss = areal.actor_loss(name, **given, **records)
     return loss(current.reshape(-1), torch.zeros(current.numel()), data, **options), {}
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from trimtab.cli import main
 
 Done = subprocess.CompletedProcess[str]
+Printed = Callable[..., str]
+"""What the fixture `printed` returns: runs a command in this process that must end with `code`; its text."""
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 

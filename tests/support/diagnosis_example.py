@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.records import (
     Cause,
@@ -199,3 +200,18 @@ def example(
         "token-tis", {"weight_max": 1.31}, "Tails are heavy per response, light per token.", LINES
     )
     return Diagnosis(measured, causes, OUTCOMES, recommendation)
+
+
+def compared(first: Diagnosis, names: tuple[str, str]) -> Comparison:
+    """A diagnosis against one without a cause: twice its k3, by 12 prompts."""
+    return Comparison(
+        first=first,
+        second=replace(first, causes=()),
+        k3=Interval(2.0, 1.5, 2.5),
+        ratio_mean=Interval(1.0, 0.99, 1.01),
+        tail=Interval(0.2, 0.1, 0.3),
+        tails=(0.4, 0.2),
+        paired="prompt",
+        pairs=12,
+        names=names,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,20 @@ NEMO_RL_LOSS = SimpleNamespace(use_fused_linear_logprobs=False, reference_policy
 """The loss that NeMo-RL's `setup` returns, with the attributes that have no default."""
 
 
+def install_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Installs a module of these members, and the packages that it is in."""
+    parts = name.split(".")
+    for end in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: end + 1]), ModuleType(".".join(parts[: end + 1])))
+    vars(sys.modules[name]).update(members)
+
+
 def install_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installs the module with the three enumerations that the adapter of NeMo-RL takes from it."""
-    interfaces = ModuleType("nemo_rl.algorithms.loss.interfaces")
-    interfaces.LossType = Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")  # type: ignore[attr-defined]
-    interfaces.LossInputType = Enum("LossInputType", "LOGPROB")  # type: ignore[attr-defined]
-    interfaces.MetricNormalizer = Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")  # type: ignore[attr-defined]
-    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    install_module(
+        monkeypatch,
+        "nemo_rl.algorithms.loss.interfaces",
+        LossType=Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL"),
+        LossInputType=Enum("LossInputType", "LOGPROB"),
+        MetricNormalizer=Enum("MetricNormalizer", "TOKENS SEQUENCES NONE"),
+    )

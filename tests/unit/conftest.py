@@ -14,6 +14,19 @@ import pytest
 FEW = ("step", "reward/mean", "mismatch/ess_token", "eval/arithmetic/greedy", "eval/arithmetic/before")
 
 
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command in this process, which must end with `code`: standard output, or of a mistake (2) the error."""
+    from trimtab.cli import main
+
+    def run(*words: object, code: int = 0) -> str:
+        assert main.run([str(word) for word in words]) == code
+        output = capsys.readouterr()
+        return output.err if code == 2 else output.out
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def make_run() -> Callable[..., Path]:
     """`fake_run` of fake_run.py: writes a whole run directory."""

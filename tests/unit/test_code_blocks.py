@@ -10,12 +10,10 @@ import inspect
 import json
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +22,7 @@ import pytest
 import torch
 import typer
 import yaml
-from tests.support.peer_modules import NEMO_RL_LOSS
+from tests.support.peer_modules import NEMO_RL_LOSS, install_module, install_nemo_rl
 
 from trimtab.cli.main import app
 from trimtab.errors import TrimtabError
@@ -117,22 +115,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adapters patch or import in trainers that are not installed here."""
 
-    def module(name: str, **members: Any) -> None:
-        parts = name.split(".")
-        for index in range(1, len(parts) + 1):
-            part = ".".join(parts[:index])
-            if part not in sys.modules:
-                monkeypatch.setitem(sys.modules, part, ModuleType(part))
-        for key, value in members.items():
-            monkeypatch.setattr(sys.modules[name], key, value, raising=False)
-
-    module("skyrl.backends.skyrl_train.utils.ppo_utils", PolicyLossRegistry=SimpleNamespace(register=lambda *_: None))
-    module(
-        "nemo_rl.algorithms.loss.interfaces",
-        LossType=Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL"),
-        LossInputType=Enum("LossInputType", "LOGPROB"),
-        MetricNormalizer=Enum("MetricNormalizer", "TOKENS SEQUENCES NONE"),
-    )
+    install_nemo_rl(monkeypatch)
+    registry = SimpleNamespace(register=lambda *_: None)
+    install_module(monkeypatch, "skyrl.backends.skyrl_train.utils.ppo_utils", PolicyLossRegistry=registry)
 
 
 @pytest.mark.usefixtures("peers")

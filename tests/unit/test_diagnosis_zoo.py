@@ -116,14 +116,11 @@ def test_answers_are_scored_by_what_was_planted(tmp_path: Path) -> None:
     temperature = next(plant for plant in SINGLE if plant.name == "temperature")
     base = exact_bases()[1]
     right = run(Cell(base, temperature, 2, 5_000), tmp_path / "cell.parquet")
-    assert right is not None
     assert right.truth == right.answer.first == "temperature"
     assert right.right
     left_out = run(Cell(base, temperature, 2, 5_000, 0, "temperature"), tmp_path / "cell.parquet")
-    assert left_out is not None
     assert "temperature" not in left_out.answer.names
     clean = run(Cell(base, NOTHING, 0, 5_000), tmp_path / "cell.parquet")
-    assert clean is not None
     assert clean.truth == clean.answer.first == "precision"
 
 
@@ -139,7 +136,6 @@ def test_only_a_lag_that_versions_state_needs_no_repair(tmp_path: Path) -> None:
                 assert "Nothing has to be repaired" not in result.answer.step, (base.name, plant.name)
     stale = next(plant for plant in SINGLE if plant.name == "stale")
     stated = run(Cell(exact_bases()[1], stale, 1, 5_000), tmp_path / "cell.parquet")
-    assert stated is not None
     assert stated.answer.step.startswith("Nothing has to be repaired; use the correction")
 
 
@@ -222,7 +218,6 @@ def test_every_file_of_a_computed_fault_is_read_as_it_was_written(tmp_path: Path
         data = computed(name)
         for layout in FILES:
             found = diagnosed(write(data, tmp_path / name / layout, layout, rescored=True))
-            assert found is not None
             assert found.measured.origin.trained == len(data.stream)
             assert found.measured.size.mismatch["k3"] == pytest.approx(data.stream.k3, rel=1e-4)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from trimtab.diagnosis.advice.rules import RULES
-from trimtab.objectives import objective, objectives
+from trimtab.objectives import objectives
 from trimtab.objectives.presets import PRESETS
-from trimtab.trainer.config import load_config, recipe_names
+from trimtab.trainer.config import load_config
 from trimtab.trainer.features import feature
 from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.models.families import FAMILIES, INVARIANT, MIXTURES
@@ -40,10 +40,6 @@ def test_the_presets_on_the_page_of_methods_are_those_of_the_code() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "methods.py"))
     assert script["written"](page) == page, "run: python docs/methods.py"
     assert re.findall(r"^### `(.+)`$", page, flags=re.MULTILINE) == objectives()
-    for name, preset in PRESETS.items():
-        assert min(len(preset.does), len(preset.source)) >= 10, name
-        assert preset.when.startswith("Use it "), name
-        assert preset.when.endswith("."), name
 
 
 def test_the_lists_of_which_method_when_are_those_of_the_code() -> None:
@@ -82,7 +78,6 @@ def test_the_first_picture_shows_what_the_table_and_diagnose_recommend_for_a_lag
     """The end-to-end test of the same page diagnoses the run of the picture."""
     [rule] = [rule for rule in RULES if rule.name == "stale, short"]
     pair = load_config("quickstart-stale").compare
-    assert pair is not None
     assert pair.objectives == ["dapo", rule.preset]
     assert f"| {rule.when.partition(' (')[0]} | `{rule.preset}` |" in README
     quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -134,11 +129,8 @@ def test_tests_named_on_the_page_of_frameworks_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short_and_lists_every_preset() -> None:
     assert len(README) <= 9000
-
-
-def test_readme_lists_every_preset() -> None:
     table = README.partition("\n## Methods\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`([a-z0-9-]+)`", " ".join(rows))) == sorted(objectives())
@@ -148,15 +140,6 @@ def test_the_index_links_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in index} == set()
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_shipped_recipe_parses_and_names_a_known_objective(name: str) -> None:
-    config = load_config(name)
-    assert config.description
-    assert objective(config.objective.name, **config.objective.keywords).equation()
-    for other in config.compare.objectives if config.compare else ():
-        objective(other)
 
 
 def test_the_interface_of_features_lists_every_hook() -> None:

@@ -40,13 +40,6 @@ def one_iteration(figures: None) -> ModuleType:  # noqa: ARG001
     return importlib.import_module("alp_one_iteration")
 
 
-@pytest.mark.parametrize("frequency", [0.5, 3.0, 12.0])
-def test_quadrature_gives_the_smoothed_cosine(toy: ModuleType, frequency: float) -> None:
-    x, sigma = np.linspace(-2, 2, 9), 0.3
-    result = toy.expectation(lambda t: np.cos(frequency * t), x, sigma)
-    np.testing.assert_allclose(result, np.exp(-((frequency * sigma) ** 2) / 2) * np.cos(frequency * x), atol=1e-12)
-
-
 def test_smoothing_in_closed_form_by_quadrature_and_by_sampling_agree(toy: ModuleType) -> None:
     bumps, x = toy.objective(seed=1, spikes=30), np.linspace(-2, 2, 21)
     exact = bumps.smoothed(0.2)(x)
@@ -67,14 +60,6 @@ def test_ascent_ends_higher_on_the_smoothed_objective_and_not_with_useless_noise
     ends = {s: bumps(toy.ascend(bumps.smoothed(s).gradient, start, 3000, 5e-3)).mean() for s in (0.0, 0.01, 0.5)}
     assert ends[0.5] > ends[0.0] + 0.1
     assert ends[0.01] == pytest.approx(ends[0.0], abs=0.02)
-
-
-def test_fourier_smoothing_damps_one_wave_by_its_closed_form(bound: ModuleType) -> None:
-    rough = bound.Rough(np.zeros((1, 1)), np.array([[1, 0]]), size=32)
-    x = rough._grid()
-    wave = np.cos(2 * np.pi * (3 * x[..., 0] - 2 * x[..., 1]))[..., None]
-    damping = np.exp(-((2 * np.pi * 0.05) ** 2) * (9 + 4) / 2)
-    np.testing.assert_allclose(rough._average(wave, 0.05), damping * wave, atol=1e-13)
 
 
 def test_gradient_of_the_perturbed_policy_is_the_posterior_mean_of_the_noise(bound: ModuleType) -> None:

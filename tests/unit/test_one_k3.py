@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.support.token_tables import table
 
 from trimtab.corrections import Ratios, Sequences
 from trimtab.corrections.divergences import k3, per_token
@@ -22,13 +23,8 @@ TRAINER, SAMPLER = -25.5, -0.5  # log-ratio -25: 24 nats
 
 
 def test_an_unlikely_token_has_the_same_k3_in_every_command() -> None:
-    table = tokens.TokenTable(
-        starts=np.array([0, 1]),
-        mask=np.array([True]),
-        behavior=np.array([SAMPLER], np.float32),
-        proximal=np.array([TRAINER], np.float32),
-    )
-    trained = TrainedTokens.of(table, 0)
+    one = table([[TRAINER - SAMPLER]], behavior=SAMPLER)
+    trained = TrainedTokens.of(one, 0)
     train, rollout, mask = torch.tensor([[TRAINER]]), torch.tensor([[SAMPLER]]), torch.tensor([[True]])
     ratios = Ratios(train - rollout, Sequences(mask))
     found = {
@@ -37,7 +33,7 @@ def test_an_unlikely_token_has_the_same_k3_in_every_command() -> None:
         "monitor": step_metrics(train, rollout, mask).finalize()["mismatch/k3"],
         "preflight": float(tokens.k3(np.array([-25.0]))[0]),
         "diagnose": float(trained.k3[0]),
-        "diagnose, causes": float(LogprobPairs.of(table).k3[0]),
+        "diagnose, causes": float(LogprobPairs.of(one).k3[0]),
     }
     assert found == pytest.approx(dict.fromkeys(found, 24.0), rel=1e-6)
 
@@ -54,7 +50,6 @@ def test_the_penalty_never_pushes_away_from_the_reference() -> None:
     """Its gradient by the log-prob of the current policy, at tokens that the reference finds e^25 times as likely."""
     current = torch.tensor([-30.0, -6.0], requires_grad=True)
     k3(torch.tensor([-5.0, -5.0]) - current).sum().backward()
-    assert current.grad is not None
     assert current.grad.tolist() == pytest.approx([0.0, 1 - np.e])
 
 

@@ -84,12 +84,6 @@ def test_what_looks_like_an_end_is_none(end: str) -> None:
     assert len(too_long(f"{L20} {end} {L20}.")) == 1
 
 
-def test_two_sentences_are_two() -> None:
-    text = "k3 is 0.81. verl has it! `token-tis` has not? (So **it is.**) 14 runs end [here](there.md). The end"
-    said = ["k3 is 0.81.", "verl has it!", "CODE has not?", "(So it is.)", "14 runs end here.", "The end"]
-    assert list(sentences(text)) == said
-
-
 NO_PROSE = ["```text\n{}\n```", "Text:\n\n    {}\n    {}\n", "| {} | {} |", "<!-- {}\n{} -->", "Text `{}` and text."]
 NO_PROSE += ["[Text]({}) and text.", "![{}](image.png)", "Text. Source: {}.", "Sources: {}"]
 

@@ -33,10 +33,11 @@ def test_the_log_probs_of_every_call_are_diagnosed(trainer: str, tmp_path: Path)
         "call_000001_rank_0.jsonl",
         "call_000002_rank_0.jsonl",
     ]
-    size = trimtab.diagnose(folder).measured.size
+    measured = trimtab.diagnose(folder).measured
+    assert (measured.origin.framework, measured.origin.dropped, measured.origin.findings) == ("trimtab", {}, ())
     expected = correct(old, behavior, mask).metrics.finalize()
-    assert size.mismatch["k3"] == pytest.approx(expected["k3"], rel=1e-4)
-    assert size.mismatch["tokens"] == mask.sum()
+    assert measured.size.mismatch["k3"] == pytest.approx(expected["k3"], rel=1e-4)
+    assert measured.size.mismatch["tokens"] == mask.sum()
 
 
 def test_a_new_run_is_written_beside_an_earlier_one_and_a_resumed_one_into_its_own(tmp_path: Path) -> None:

@@ -55,9 +55,6 @@ def test_skyrl_must_reduce_as_the_objective_does() -> None:
     off = SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
     config = SimpleNamespace(loss_reduction="sequence_mean", off_policy_correction=off)
     assert loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)[0].item() == 0
-    off.sequence_mask_metric = "geometric"
-    with pytest.raises(TrimtabError, match="sequence_mask_metric: only SkyRL's own loss reads this"):
-        loss(zeros, zeros, zeros, config, rollout_logprobs=zeros)
 
 
 def test_a_trainer_that_is_not_installed_is_named() -> None:
@@ -138,5 +135,4 @@ def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
     )
     assert value.item() == pytest.approx(-(1 + 0.367879) / 2, abs=1e-5)
     assert (clipped.item(), kl.item()) == (0.0, 0.5)
-    assert mismatch is not None
     assert mismatch.item() == -0.25

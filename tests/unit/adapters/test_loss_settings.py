@@ -112,9 +112,7 @@ def test_openrlhf_refuses_when_the_actor_builds_its_loss(monkeypatch: pytest.Mon
 def test_settings_that_name_another_loss_or_other_advantages_are_refused() -> None:
     batch = {"loss_masks": []}
     args = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False, advantage_estimator="gspo")
-    with pytest.raises(
-        TrimtabError, match="--advantage-estimator gspo names a loss, which this one replaces: set grpo"
-    ):
+    with pytest.raises(TrimtabError, match="--advantage-estimator gspo names a loss, which this one replaces"):
         slime._check_settings(slime._objective(args, ""), args, batch)
     mean = {"name": "dr-grpo", "aggregation": "token-mean"}
     args = Namespace(trimtab_objective=mean, calculate_per_token_loss=True, grpo_std_normalization=True)

@@ -31,14 +31,8 @@ def test_runs_of_the_mask_are_turns() -> None:
 
 
 NAN, CERTAIN, UNSURE = math.nan, math.log(0.995), math.log(0.9)
-
-
 HOLES = torch.tensor([[-1.0, NAN, -2.0], [-1.0, NAN, -2.0], [-9999.0, -1.0, 0.0], [NAN, -1.0, -1.0]])
-
-
 HOLES_TRAINER = torch.tensor([[-1.0, CERTAIN, -2.0], [-1.0, UNSURE, -2.0], [NAN, -1.0, 0.0], [UNSURE, -1.0, -1.0]])
-
-
 HOLES_MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 1, 1]]).bool()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.adapter_calls import CALLS, WHOLE, call_tis
+from tests.support.adapter_calls import CALLS, WHOLE, areal_row, call_tis, nemo_rl_data, prime_rl_sequence
 from tests.support.noisy_batch import batch as noisy_batch
 from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
@@ -62,11 +62,14 @@ def call(trainer: str, one: dict[str, Any], current: Tensor, monitor: Any) -> Ca
     """Icepop in the adapter of a trainer. A loss is made at every call, as Ray makes copies of it."""
     if trainer == "slime-tis":
         return call_slime_tis(one, current, monitor)
-    batch = {"behavior": one["logp_rollout"], "proximal": current.detach(), "advantage": advantages(current)}
-    batch |= {name: one[name] for name in ("mask", "step")}
     kinds = HOOKS[trainer].aggregations
     given = {"aggregation": "token-mean"} if kinds == ("token-mean",) else {}
-    return CALLS[trainer](batch, current, "icepop", WHOLE, given, monitor=monitor)
+    return CALLS[trainer](batch_of(one, current), current, "icepop", WHOLE, given, monitor=monitor)
+
+
+def batch_of(one: dict[str, Any], current: Tensor) -> dict[str, Any]:
+    batch = {"behavior": one["logp_rollout"], "proximal": current.detach(), "advantage": advantages(current)}
+    return batch | {name: one[name] for name in ("mask", "step")}
 
 
 def call_slime_tis(one: dict[str, Any], current: Tensor, monitor: Any) -> Called:
@@ -146,20 +149,9 @@ def record_prime_rl(monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], curren
         return lambda given: SimpleNamespace(loss=own_loss(given.trainer_logprobs[None]), metrics=metrics)
 
     monkeypatch.setitem(sys.modules, "prime_rl.trainer.rl.loss", SimpleNamespace(setup_rl_loss_fn=setup))
-    results = [
-        prime_rl.loss(
-            SimpleNamespace(
-                trainer_logprobs=current[row],
-                inference_logprobs=one["logp_rollout"][row],
-                advantages=advantages(current)[row],
-                loss_mask=one["mask"][row],
-                loss_weights=torch.full_like(current[row], 0.5),  # prime-rl's own loss knows what they mean.
-            ),
-            monitor=folder,
-            kl_tau=0.25,
-        )
-        for row in range(len(current))
-    ]
+    weights = torch.full_like(current[0], 0.5)  # prime-rl's own loss knows what they mean.
+    rows = [prime_rl_sequence(batch_of(one, current), current, row, weights) for row in range(len(current))]
+    results = [prime_rl.loss(row, monitor=folder, kl_tau=0.25) for row in rows]
     assert results[0].metrics["kl_tau"].item() == 0.25
     return torch.stack([result.loss for result in results]).sum(), dict(results[-1].metrics)
 
@@ -194,15 +186,7 @@ def record_areal(monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], current: 
     monkeypatch.setitem(sys.modules, areal.MODULE, actor)
     monkeypatch.setitem(sys.modules, "areal.utils.environ", SimpleNamespace(is_single_controller=lambda: False))
     areal.install(monitor=folder)
-    data = {
-        "logprobs": one["logp_rollout"].flatten(),
-        "prox_logp": current.detach().flatten(),
-        "advantages": advantages(current).flatten(),
-        "loss_mask": one["mask"].float().flatten(),
-        "versions": torch.full((current.numel(),), one["step"]),
-        "cu_seqlens": torch.arange(len(current) + 1) * current.shape[1],
-    }
-    options = {"eps_clip": 0.2, "current_version": one["step"], "use_decoupled_loss": True}
+    data, options = areal_row(batch_of(one, current), current)
     return actor.grpo_loss_fn(current.flatten(), torch.zeros(()), data, **options), {}
 
 
@@ -217,18 +201,11 @@ def record_nemo_rl(_: pytest.MonkeyPatch, one: dict[str, Any], current: Tensor, 
             assert counts.keys() == {"global_valid_seqs", "global_valid_toks"}
             return own_loss(next_token_logprobs), {"kl": float("prev_logprobs" in data)}
 
-    columns = {"token_mask": one["mask"].double(), "advantages": advantages(current)}
-    columns |= {"prev_logprobs": current.detach(), "generation_logprobs": one["logp_rollout"]}
-    data = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in columns.items()}
     loss = copy.deepcopy(nemo_rl.RecordedLoss(Own(), monitor=folder))  # As Ray sends it to the workers.
     assert (loss.input_type, loss.metric_normalizations["kl"]) == ("logprob", "tokens")
     assert "trimtab/mean_ratio" in loss.metric_normalizations
-    value, metrics = loss(
-        next_token_logprobs=current,
-        data={**data, "sample_mask": torch.ones(len(current))},
-        global_valid_seqs=torch.tensor(len(current)),
-        global_valid_toks=one["mask"].sum(),
-    )
+    counts = {"global_valid_seqs": torch.tensor(len(current)), "global_valid_toks": one["mask"].sum()}
+    value, metrics = loss(next_token_logprobs=current, data=nemo_rl_data(batch_of(one, current), current), **counts)
     assert metrics["kl"] == 1
     return value, metrics
 

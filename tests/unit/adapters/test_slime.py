@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.adapter_calls import call_tis
 
 from trimtab.adapters import slime
 from trimtab.errors import TrimtabError
@@ -72,11 +71,6 @@ WITH_KL = {"name": "grpo", "kl_coef": 0.1}
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
-        (
-            "grpo",
-            {"kl_loss_coef": 0.1},
-            "kl_loss_coef: only slime's own loss reads this, .*: kl_loss_coef is kl_coef, w",
-        ),
         ("grpo", {"use_kl_loss": True}, "--use-kl-loss has no effect"),
         (WITH_KL, {"use_kl_loss": True, "kl_loss_coef": 0.0}, "no reference log-probs are passed: set --use-kl-loss"),
         ("icepop", {"use_rollout_logprobs": True}, "--use-rollout-logprobs leaves them out: turn it off"),
@@ -111,5 +105,3 @@ def test_slime_refuses_what_its_hook_does_not_pass() -> None:
         tis({"name": "token-tis", "weight": {"over": "current"}})
     with pytest.raises(TrimtabError, match="context parallelism"):
         tis("token-tis", lengths=(4, 2))
-    with pytest.raises(TrimtabError, match="needs trimtab_objective in the file"):
-        call_tis(Namespace(), torch.ones(1), [], [], [])

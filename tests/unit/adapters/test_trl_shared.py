@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 
-from trimtab.adapters.loss_settings import SETTINGS
 from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
-from trimtab.objectives import keywords_of, objective, objectives
-
-KEYWORDS = {keyword for name in objectives() for keyword in keywords_of(name)}
+from trimtab.objectives import objective
 
 
 @dataclasses.dataclass
@@ -27,13 +23,6 @@ class Config:
     gradient_accumulation_steps: int = 1
     use_vllm: bool = False
     beta: float = 0.0
-
-
-@pytest.mark.parametrize("option", [option for option, one in SETTINGS["TRL"].items() if one.instead])
-def test_what_replaces_an_option_exists(option: str) -> None:
-    words = set(re.findall(r"[a-z0-9_-]+", SETTINGS["TRL"][option].instead))
-    assert words & (KEYWORDS | set(objectives()))
-    assert {word for word in words if "_" in word} <= KEYWORDS
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.noisy_batch import ROWS, batch
+from tests.support.peer_modules import install_module
 
 import trimtab
 from trimtab.adapters import verl_records
@@ -98,14 +99,9 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         # Fields that were not stored (entropy here) are left out, as the queue does.
         return {name: STORED[name] for name in select_fields if name in STORED}
 
-    names = ["verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1"]
-    places = {"v1": "verl.trainer.ppo.v1.trainer_base", "v0": "verl.trainer.ppo.ray_trainer"}
-    modules = {name: types.ModuleType(name) for name in [*names, *places.values(), "transfer_queue"]}
-    modules[places["v1"]].PPOTrainer = PPOTrainer  # type: ignore[attr-defined]
-    modules[places["v0"]].RayPPOTrainer = RayPPOTrainer  # type: ignore[attr-defined]
-    modules["transfer_queue"].kv_batch_get = kv_batch_get  # type: ignore[attr-defined]
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    install_module(monkeypatch, "verl.trainer.ppo.v1.trainer_base", PPOTrainer=PPOTrainer)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.ray_trainer", types.SimpleNamespace(RayPPOTrainer=RayPPOTrainer))
+    install_module(monkeypatch, "transfer_queue", kv_batch_get=kv_batch_get)
     return types.SimpleNamespace(v1=PPOTrainer, v0=RayPPOTrainer)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.commands import Printed
 
 from trimtab.cli import main
 
@@ -34,15 +35,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_equal_and_different(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["check-loss", f"{file}:right", "--as", "grpo"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"{file}:right is grpo: ")
-    assert "debugger" not in printed
+def test_equal_and_different(file: Path, tmp_path: Path, printed: Printed) -> None:
+    text = printed("check-loss", f"{file}:right", "--as", "grpo")
+    assert text.startswith(f"{file}:right is grpo: ")
+    assert "debugger" not in text
     page = tmp_path / "loss.html"
     command = ["check-loss", f"{file}:right", "--as", "grpo:clip_high=0.28", "--json", "--html", str(page)]
-    assert main.run(command) == 1
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(printed(*command, code=1))
     assert [one["kind"] for one in answer["differences"]] == ["clip"]
     assert (answer["equal"], answer["spec"], answer["page"]) == (False, "grpo:clip_high=0.28", str(page))
     html = page.read_text()
@@ -87,16 +86,14 @@ def test_the_file_that_is_named_is_checked_and_not_another_of_its_name(
     assert main.run(["check-loss", "below/json.py:right", "--as", "grpo"]) == 2
 
 
-def test_the_expected_objective_loads_no_code(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_expected_objective_loads_no_code(file: Path, tmp_path: Path, printed: Printed) -> None:
     made = tmp_path / "made"
-    assert main.run(["check-loss", f"{file}:right", "--as", f'os:mkdir:path="{made}"']) == 2
-    assert "--allow-code" in capsys.readouterr().err
+    assert "--allow-code" in printed("check-loss", f"{file}:right", "--as", f'os:mkdir:path="{made}"', code=2)
     assert not made.exists()
 
 
-def test_what_may_hide_more_is_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_may_hide_more_is_said(file: Path, printed: Printed) -> None:
     file.write_text(LOSS.replace("mask, advantage, responses)", "mask, advantage, responses, ref=None, beta=0.1)"))
-    assert main.run(["check-loss", f"{file}:right", "--as", "grpo:clip_high=0.3", "--ignore", "clip"]) == 0
-    printed = capsys.readouterr().out
-    assert "but for what is ignored (clip), which may hide more" in printed
-    assert "left at their defaults: ref, beta" in printed
+    text = printed("check-loss", f"{file}:right", "--as", "grpo:clip_high=0.3", "--ignore", "clip")
+    assert "but for what is ignored (clip), which may hide more" in text
+    assert "left at their defaults: ref, beta" in text

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.commands import Printed
 
 from trimtab import plugins
 from trimtab.cli.main import named_functions, run
@@ -39,12 +40,11 @@ SECTIONS = {
 @pytest.mark.parametrize("section", ["reward", "environment"])
 @pytest.mark.parametrize("words", [["theirs"], ["laboratory", "--task", "theirs/config.toml"]])
 def test_eval_names_the_code_of_a_run_and_does_not_import_it(
-    section: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    section: str, words: list[str], folder: Path, printed: Printed
 ) -> None:
     Path("theirs").mkdir()
     Path("theirs/config.toml").write_text(SECTIONS[section])
-    assert run(["eval", *words, "--problems", "1"]) == 2
-    error = capsys.readouterr().err
+    error = printed("eval", *words, "--problems", "1", code=2)
     assert f"{section} 'planted:" in error
     assert f"it would import {folder / 'planted.py'}; read that first, then add --allow-code" in error
     assert not Path("imported").exists()

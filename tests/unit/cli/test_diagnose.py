@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.commands import Printed
 
 import trimtab
 from trimtab.cli import main
@@ -19,33 +20,25 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
-def table() -> dict[str, list]:
+def file(tmp_path: Path) -> Path:
     """40 responses of 12 tokens whose log-ratios are noise of 0.1 nats: k3 0.005."""
     random = np.random.default_rng(0)
     behavior = -random.exponential(1.0, (40, 12)).astype(np.float32) - 0.5
     current = np.minimum(behavior + 0.1 * random.standard_normal((40, 12)).astype(np.float32), -1e-3)
-    return {
+    columns = {
         "response_ids": random.integers(0, 50, (40, 12)).tolist(),
         "loss_mask": np.ones((40, 12), dtype=bool).tolist(),
         "logp_behavior": behavior.tolist(),
         "logp_current": current.tolist(),
         "reward": [1.0] * 40,
     }
+    pq.write_table(pa.table(columns), tmp_path / "step-000001.parquet")
+    return tmp_path / "step-000001.parquet"
 
 
-@pytest.fixture
-def files(tmp_path: Path, table: dict[str, list]) -> list[Path]:
-    """The same in two files, one in the names of this package and one in others."""
-    first, second = tmp_path / "step-000001.parquet", tmp_path / "others.parquet"
-    pq.write_table(pa.table(table), first)
-    names = {"logp_behavior": "mu", "logp_current": "pi"}
-    pq.write_table(pa.table({names.get(name, name): column for name, column in table.items()}), second)
-    return [first, second]
-
-
-def test_json_and_page(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_page(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page.html"
-    assert main.run(["diagnose", str(files[0]), "--json", "--out", str(out)]) == 0
+    assert main.run(["diagnose", str(file), "--json", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     values = json.loads(printed.out)
     assert (values["origin"]["rows"], values["origin"]["tokens"]) == (40, 480)
@@ -63,18 +56,9 @@ def test_a_few_tokens_are_not_called_agreement(tmp_path: Path) -> None:
     assert answer.verdict[0] == ("", f"{answer.cause}.")
 
 
-def test_columns_of_other_names_give_the_same_figures(
-    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = ["--json", "--out", str(tmp_path / "page.html")]
-    assert main.run(["diagnose", str(files[1]), "--columns", "logp_behavior=mu,logp_current=pi", *out]) == 0
-    names = json.loads(capsys.readouterr().out)
-    assert names["mismatch"] == trimtab.diagnose(files[0]).measured.size.mismatch
-
-
-def test_python_gives_what_the_command_gives(files: list[Path]) -> None:
+def test_python_gives_what_the_command_gives(file: Path) -> None:
     calls: list[tuple[str, int]] = []
-    diagnosis = trimtab.diagnose(files[0], on_progress=lambda what, tokens: calls.append((what, tokens)))
+    diagnosis = trimtab.diagnose(file, on_progress=lambda what, tokens: calls.append((what, tokens)))
     assert diagnosis.measured.origin.responses == 40
     assert calls[0] == ("reading", 0)
     assert ("reading", 480) in calls
@@ -82,11 +66,10 @@ def test_python_gives_what_the_command_gives(files: list[Path]) -> None:
 
 
 def test_the_page_is_written_to_the_current_folder_by_default(
-    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.run(["diagnose", str(files[0])]) == 0
-    text = capsys.readouterr().out
+    text = printed("diagnose", str(file))
     assert (tmp_path / "diagnose.html").is_file()
     assert text.splitlines()[-1].split() == ["page", "diagnose.html"]
     assert page_path(tmp_path) == tmp_path / "diagnose.html"
@@ -105,17 +88,17 @@ def test_the_page_is_written_to_the_current_folder_by_default(
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = files[0].read_bytes()
-    words = [str(files[0]) if word == "DATA" else word for word in arguments]
+    before = file.read_bytes()
+    words = [str(file) if word == "DATA" else word for word in arguments]
     out = [] if "--out" in words else ["--out", str(tmp_path / "page.html")]
     assert main.run(["diagnose", *words, *out]) == 2
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
     assert message in printed.err
     assert printed.out == ""
-    assert files[0].read_bytes() == before
+    assert file.read_bytes() == before
     assert not (tmp_path / "page.html").exists()
 
 

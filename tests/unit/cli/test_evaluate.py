@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.commands import Printed
 
-from trimtab.cli import evaluate, main
+from trimtab.cli import evaluate
 from trimtab.errors import TrimtabError
 from trimtab.trainer.evaluation import TaskSpec
 from trimtab.types import RewardSpec
@@ -139,9 +140,8 @@ def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> No
     ],
 )
 def test_tasks_that_cannot_be_measured_are_refused_before_anything_is_loaded(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], named: str, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.jsonl").write_text('{"question": "a", "answer": "1"}\n')
-    assert main.run(["eval", *words]) == 2
-    assert named in capsys.readouterr().err
+    assert named in printed("eval", *words, code=2)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.commands import Printed
 
 from trimtab.cli import main
 from trimtab.errors import TrimtabError
@@ -82,10 +83,9 @@ def run_folder(path: Path, **files: str | None) -> None:
     ],
 )
 def test_a_named_file_that_cannot_be_read_is_one_line(
-    folder: Path, command: str, message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, command: str, message: str, printed: Printed
 ) -> None:
-    assert main.run(command.split()) == 2
-    error = capsys.readouterr().err
+    error = printed(*command.split(), code=2)
     assert message in error.replace(f"{folder}/", "")
     assert error.count("\n") == 1
 

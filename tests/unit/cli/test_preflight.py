@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import faulty_engines as faults
+from tests.support.commands import Printed
 
 from trimtab.cli import main
 from trimtab.preflight import build_pair, checklist
@@ -20,11 +21,10 @@ NAMES = [
 ]
 
 
-def test_a_healthy_pair_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_pair_exits_with_0(tmp_path: Path, printed: Printed) -> None:
     page = tmp_path / "preflight.html"
     command = ["preflight", "laboratory", "--trainer", "transformers", "--lengths", "8", "20"]
-    assert main.run([*command, "--html", str(page)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed(*command, "--html", str(page)).splitlines()
     assert len(lines) == 12
     assert lines[0].endswith("embedded, float32 | transformers, float32 (laboratory)")
     assert [line[6:].startswith(name) for line, name in zip(lines[1:10], NAMES, strict=True)] == [True] * 9
@@ -36,27 +36,17 @@ def test_a_healthy_pair_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "fit to train" in html
 
 
-def test_a_fault_exits_with_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_exits_with_1(tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     build = build_pair.build_engines
     monkeypatch.setattr(build_pair, "build_engines", lambda *rest: [faults.TopToken(build(*rest)[0])])
     page = tmp_path / "preflight.html"
     command = ["preflight", "laboratory", "--dtype", "bfloat16", "--lengths", "20", "--json"]
-    assert main.run([*command, "--html", str(page)]) == 1
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(printed(*command, "--html", str(page), code=1))
     assert (result["ok"], result["bound"], result["page"]) == (False, 1e-2, str(page))
     assert [check["name"] for check in result["checks"]] == NAMES
     assert result["checks"][0]["figures"]["k3"] == pytest.approx(result["lengths"]["20"], rel=1e-6)
     assert "wrong-token" in page.read_text()
     assert dict(one.split() for one in result["versions"].split(", ")) == versions("embedded")
-
-
-def test_its_first_screen_says_what_it_does_not_judge(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["preflight", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "For a trainer of your own there are trimtab.testing.assert_parity" in text
-    assert "trimtab.Monitor" in text
 
 
 def test_each_line_is_printed_when_its_check_ends(
@@ -91,7 +81,6 @@ def test_each_line_is_printed_when_its_check_ends(
         (["--url", "http://127.0.0.1:8000"], "the sampler is embedded: add --sampler server"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["preflight", "laboratory", *words]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+def test_bad_input_is_one_line(words: list[str], message: str, printed: Printed) -> None:
+    [line] = printed("preflight", "laboratory", *words, code=2).splitlines()
     assert message in line

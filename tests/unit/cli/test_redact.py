@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.commands import Printed
 from tokenizers import Tokenizer, models
 
 from trimtab.cli import main
@@ -117,39 +118,30 @@ def test_hashes_are_new_in_every_invocation_and_no_function_of_the_id(runs: tupl
     assert not set(zip(IDS, labels[0], strict=True)) & set(zip(IDS, labels[1], strict=True))
 
 
-def test_the_reason_of_a_refusal_is_kept_back(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reason_of_a_refusal_is_kept_back(runs: tuple[Path, Path], tmp_path: Path, printed: Printed) -> None:
     bad = runs[0] / f"{MARK}FILE.jsonl"
     bad.write_text(json.dumps({"logp_behavior": f"{MARK}CELL", "logp_proximal": [-1.0], f"{MARK}COLUMN": 1}) + "\n")
     for options in ([], ["--columns", f"logp_behavior={MARK}COLUMN"], ["--against", f"{runs[0]}/{MARK}"]):
         arguments = ["diagnose", str(bad), *options, "--out", str(tmp_path / "page.html")]
-        assert main.run(arguments) == 2
-        assert found(capsys.readouterr().err)
-        assert main.run([*arguments, "--redact"]) == 2
-        error = capsys.readouterr().err
+        assert found(printed(*arguments, code=2))
+        error = printed(*arguments, "--redact", code=2)
         assert found(error) == set()
         assert "run again without --redact" in error
         assert error.count("\n") == 1
 
 
 def test_the_name_of_a_page_that_cannot_be_written_is_kept_back(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: tuple[Path, Path], tmp_path: Path, printed: Printed
 ) -> None:
     (tmp_path / f"{MARK}FILE").write_text("")
     arguments = ["diagnose", str(runs[1]), "--out", str(tmp_path / f"{MARK}FILE" / f"{MARK}PAGE.html")]
-    assert main.run(arguments) == 2
-    assert found(capsys.readouterr().err)
-    assert main.run([*arguments, "--redact"]) == 2
-    assert found(capsys.readouterr().err) == set()
+    assert found(printed(*arguments, code=2))
+    assert found(printed(*arguments, "--redact", code=2)) == set()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--redact", "--tokenizer", "x"], "leave out --tokenizer"), (["--json", "--markdown"], "leave one out")],
 )
-def test_options_that_exclude_each_other(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["diagnose", str(tmp_path), *options]) == 2
-    assert message in capsys.readouterr().err
+def test_options_that_exclude_each_other(options: list[str], message: str, tmp_path: Path, printed: Printed) -> None:
+    assert message in printed("diagnose", str(tmp_path), *options, code=2)

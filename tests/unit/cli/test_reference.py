@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.support.commands import Printed
 
-from trimtab.cli import main, recipe_keys
+from trimtab.cli import recipe_keys
 from trimtab.objectives import keywords_of, objectives
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.config import Config, load_config
@@ -40,9 +41,8 @@ def flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, st
             yield section, key, value
 
 
-def test_the_command_prints_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["recipes", "--keys"]) == 0
-    blocks = {block.splitlines()[0]: block.splitlines()[1:] for block in capsys.readouterr().out.split("\n\n")}
+def test_the_command_prints_every_key_with_type_default_and_description(printed: Printed) -> None:
+    blocks = {block.splitlines()[0]: block.splitlines()[1:] for block in printed("recipes", "--keys").split("\n\n")}
     lines = {" ".join(line.split()) for block in blocks.values() for line in block}
     for start in ("max_lag = none integer ≥ 0 largest allowed age", 'type = "embedded" "embedded", "vllm", "server"'):
         assert any(line.startswith(start) for line in lines), start
@@ -134,8 +134,7 @@ def test_no_cell_breaks_its_table() -> None:
             assert "<" not in outside.replace("< ", ""), line  # a tag, but for bounds such as `< 1`
 
 
-def test_the_schema_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["recipes", "--keys", "--json"]) == 0
-    schema = json.loads(capsys.readouterr().out)
+def test_the_schema_as_json(printed: Printed) -> None:
+    schema = json.loads(printed("recipes", "--keys", "--json"))
     assert schema["properties"]["seed"]["minimum"] == 0
     assert "description" in schema["$defs"]["TrainerConfig"]["properties"]["steps"]

@@ -22,7 +22,6 @@ def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def weights(weight: Weight, *ratios: float) -> list[float]:
     results = compute_correction(*row(*ratios), weight=weight).weight
-    assert results is not None
     return [round(value, 12) for value in results[0].tolist()]
 
 
@@ -54,7 +53,6 @@ def test_a_weight_over_the_current_policy_reads_no_proximal_one_and_has_no_gradi
     current, behavior, mask = row(0.5, 1.5, 3.0)
     weight = Weight("token", "truncate", max=2.0, over="current")
     found = compute_correction(None, behavior, mask, weight=weight, current=current.requires_grad_()).weight
-    assert found is not None
     assert found[0].tolist() == pytest.approx([0.5, 1.5, 2.0])
     assert not found.requires_grad
     assert (weight.equation(), weight.definition()) == ("sg[min(w_t, 2)]", "w_t = π(y_t)/μ(y_t)")
@@ -217,11 +215,9 @@ def test_beyond_the_mean_total_variation_only_tokens_that_lead_back_are_kept():
         lambda: Band("token", float("nan"), 2.0),
         lambda: Divergence("k4", "mean", 0.1),
         lambda: Divergence("k3", "median", 0.1),
-        lambda: Divergence("k3", "mean", -0.1),
         lambda: Veto(2.0),
         lambda: Veto(1e-4, of="odds"),
         lambda: Band("token", 0.5, 2.0, "reference"),
-        lambda: PrefixBudget(max=0.0),
         lambda: PrefixBudget(quantile=1.5),
     ],
 )

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.diagnosis_example import example
+from tests.support.token_tables import table
 
 from trimtab.diagnosis.against import Comparison, against, figures, rows, verdict_lines
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output.as_json import against_dict
 from trimtab.diagnosis.pipeline import compare
-from trimtab.diagnosis.tokens import TokenTable
 
 RESPONSES, LENGTH = 60, 40
 
@@ -129,15 +129,8 @@ def test_the_same_prompts_are_paired_and_others_are_not(tmp_path: Path) -> None:
 
 def of(behavior: np.ndarray, trainer: np.ndarray) -> Diagnosis:
     """A diagnosis whose sample is the whole data; its own figures are not compared."""
-    starts = np.arange(len(behavior) + 1) * behavior.shape[1]
-    table = TokenTable(
-        starts,
-        np.ones(behavior.size, dtype=bool),
-        behavior.astype(np.float32).ravel(),
-        proximal=trainer.astype(np.float32).ravel(),
-    )
     whole = example(causes=())
-    return replace(whole, measured=replace(whole.measured, sample=table))
+    return replace(whole, measured=replace(whole.measured, sample=table(trainer - behavior, behavior=behavior)))
 
 
 def test_equal_streams_differ_in_one_of_twenty_comparisons() -> None:
@@ -191,9 +184,9 @@ def with_k3(diagnosis: Diagnosis, value: float, verdict: str = "small-dense") ->
 def test_the_table_says_what_changed_and_json_holds_both_diagnoses() -> None:
     first, second = with_k3(of(*stream(0, 0.2)), 0.02), with_k3(of(*stream(1, 0.1)), 0.005)
     comparison: Comparison = against(first, second, ("new", "old"))
-    table = {name: row for name, *row in figures(comparison)}
-    assert table["k3"][2].endswith("more than chance")
-    assert table["mean ratio"][2].endswith("within chance")
+    shown = {name: row for name, *row in figures(comparison)}
+    assert shown["k3"][2].endswith("more than chance")
+    assert shown["mean ratio"][2].endswith("within chance")
     values = against_dict(comparison)
     assert values["changes"]["k3"]["beyond_chance"] is True
     assert values["changes"]["k3"]["low"] < 4 < values["changes"]["k3"]["high"]

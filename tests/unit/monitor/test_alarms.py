@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trimtab.monitor.alarms import RATIO_STEPS, WINDOW, History, Step, alarms
+from trimtab.monitor.alarms import WINDOW, History, Step, alarms
 from trimtab.monitor.metrics_of_step import MeanRatio
 
 NUMBERS = {"mismatch/ess_token": 0.99, "mismatch/tokens": 1000.0, "nonfinite": 0.0, "response/length": 100.0}
@@ -46,10 +47,57 @@ def names(steps: Sequence[Step]) -> list[str]:
     return [one.name for one in alarms(steps)]
 
 
-def test_nothing_is_said_of_even_noise() -> None:
-    assert names(history()) == []
-    assert names(history([1e-12] * 50)) == []
-    assert names(history([1e-4])) == []
+SLOW = [1e-3 * 1.05**step for step in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({}, []),
+        ({"k3": [1e-12] * 50}, []),
+        ({"k3": [1e-4]}, []),
+        # One step, or a smaller jump, is noise; a step without k3 is no second step of a jump.
+        ({"k3": [1e-4] * 10 + [1e-2, 1e-4], "age": [0.0] * 12}, []),
+        ({"k3": [1e-4] * 9 + [2e-4, 7e-4, 7e-4], "age": [0.0] * 12}, []),
+        ({"k3": [1e-4] * 10 + [5.0, math.nan], "age": [0.0] * 12}, []),
+        ({"k3": [1e-4] * 8 + [math.nan, 1e-4, 1e-3, 3e-3], "age": [0.0] * 12}, ["undelivered"]),
+        # Rounding of float32 is no reference.
+        ({"k3": [1e-13] * 5 + [9e-13, 9e-13], "age": [0.0] * 7}, []),
+        ({"k3": [1e-13] * 5 + [1e-5, 1e-5], "age": [0.0] * 7}, ["undelivered"]),
+        ({"k3": SLOW}, ["k3-rising"]),
+        ({"k3": [value / 100 for value in SLOW]}, []),  # below what dense models have
+        ({"k3": [0.12] * 5}, ["k3-large"]),
+        ({"k3": [0.12] * 4}, []),
+        ({"k3": [0.08] * 5}, []),
+        # A step has a standard error of .1 / 10, ten steps one of .01 / sqrt(10) = .0032: six of them are .019.
+        ({"of": ratio(mean=0.975)}, ["mean-ratio"]),
+        ({"of": ratio(mean=0.985)}, []),
+        ({"of": ratio(mean=0.996, spread=1e-4)}, []),  # certain, and too small to matter
+        ({"of": ratio(mean=0.975), "mismatch__ess_token": [0.4] * 50}, ["ess"]),  # an error of a mean says nothing
+        ({"mismatch__ess_token": [0.4] * 50}, ["ess"]),
+        ({"mismatch__ess_token": [0.6] * 50}, []),
+        ({"grad_norm": [0.07] * 25 + [0.02] * 25}, ["gradient-norm"]),
+        ({"grad_norm": [0.07] * 25 + [0.03] * 25}, []),
+        ({"grad_norm": [0.07] * 49 + [math.nan]}, []),
+        ({"grad_norm": [0.02] * 10 + [0.07] * 20 + [0.02] * 20}, ["gradient-norm"]),  # a sudden fall
+        ({"k3": [1e-4] * 200, "grad_norm": list(np.linspace(0.07, 0.01, 200))}, []),  # a slow one
+        ({"reward__mean": [0.6] * 30 + [0.29] * 20}, ["reward-collapse"]),
+        ({"reward__mean": [0.6] * 30 + [0.31] * 20}, []),
+        ({"k3": [1e-4] * 39, "reward__mean": [0.6] * 19 + [0.1] * 20}, []),
+        # Means .6 and .25 of 20 steps with a spread of .8 have a standard error of .26 together.
+        ({"reward__mean": [(0.6 if step < 30 else 0.25) + 0.8 * (-1) ** step for step in range(50)]}, []),
+        ({"response__length": [100.0] * 45 + [201.0] * 5}, ["length"]),
+        ({"response__length": [100.0] * 45 + [200.0] * 5}, []),
+        ({"response__truncated": [0.02] * 45 + [0.25] * 5}, ["truncation"]),
+        ({"response__truncated": [0.22] * 50}, []),
+        ({"nonfinite": [2.0] * 50}, ["non-finite"]),
+        ({"nonfinite": [1.0] * 50}, []),
+    ],
+)
+def test_each_rule_fires_for_its_reason_and_is_silent_for_its_neighbors(
+    figures: dict[str, Any], expected: list[str]
+) -> None:
+    assert names(history(**figures)) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,17 +108,6 @@ def test_two_steps_far_above_all_before(ages: list[float], name: str) -> None:
     assert names(steps) == [name]
     assert alarms(steps)[0].step == 11
     assert names(steps[:-1]) == []
-
-
-def test_one_step_or_a_smaller_jump_is_noise() -> None:
-    assert names(history([1e-4] * 10 + [1e-2, 1e-4], age=[0.0] * 12)) == []
-    assert names(history([1e-4] * 9 + [2e-4, 7e-4, 7e-4], age=[0.0] * 12)) == []
-
-
-def test_a_step_without_k3_is_no_second_step_of_a_jump() -> None:
-    steps = history([1e-4] * 10 + [5.0, math.nan], age=[0.0] * 12)
-    assert names(steps) == []
-    assert names(history([1e-4] * 8 + [math.nan, 1e-4, 1e-3, 3e-3], age=[0.0] * 12)) == ["undelivered"]
 
 
 def shifted(distance: float, ages: Sequence[float], steps: int = 3) -> list[Step]:
@@ -92,45 +129,6 @@ def test_three_steps_beyond_the_spread_of_such_means_before(ages: list[float], n
     assert names(steps[:-1]) == []
     assert names(steps[-22:]) == []  # 19 steps before them
     assert names(shifted(5.0, ages, steps=1)) == []  # one step counts as four deviations: a third of them is .405
-
-
-def test_rounding_of_float32_does_not_count_as_a_reference() -> None:
-    assert names(history([1e-13] * 5 + [9e-13, 9e-13], age=[0.0] * 7)) == []
-    assert names(history([1e-13] * 5 + [1e-5, 1e-5], age=[0.0] * 7)) == ["undelivered"]
-
-
-def test_slow_growth() -> None:
-    slow = [1e-3 * 1.05**step for step in range(60)]
-    assert names(history(slow)) == ["k3-rising"]
-    assert names(history([value / 100 for value in slow])) == []  # below what dense models have
-
-
-def test_k3_beyond_all_working_setups() -> None:
-    assert names(history([0.12] * 5)) == ["k3-large"]
-    assert names(history([0.12] * 4)) == []
-    assert names(history([0.08] * 5)) == []
-
-
-def test_the_mean_ratio() -> None:
-    # A step has a standard error of .1 / 10, ten steps one of .01 / sqrt(10) = .0032: six of them are .019.
-    assert names(history(of=ratio(mean=0.975))) == ["mean-ratio"]
-    assert names(history(of=ratio(mean=0.985))) == []
-    assert names(history(of=ratio(mean=0.996, spread=1e-4))) == []  # certain, and too small to matter
-    few = history([1e-4] * RATIO_STEPS, of=ratio(mean=0.975), mismatch__ess_token=[0.4] * RATIO_STEPS)
-    assert "mean-ratio" not in names(few)
-
-
-def test_effective_sample_size() -> None:
-    assert names(history(mismatch__ess_token=[0.4] * 50)) == ["ess"]
-    assert names(history(mismatch__ess_token=[0.6] * 50)) == []
-
-
-def test_gradient_norm() -> None:
-    assert names(history(grad_norm=[0.07] * 25 + [0.02] * 25)) == ["gradient-norm"]
-    assert names(history(grad_norm=[0.07] * 25 + [0.03] * 25)) == []
-    assert names(history(grad_norm=[0.07] * 49 + [math.nan])) == []
-    assert names(history(grad_norm=[0.02] * 10 + [0.07] * 20 + [0.02] * 20)) == ["gradient-norm"]  # a sudden fall
-    assert names(history([1e-4] * 200, grad_norm=list(np.linspace(0.07, 0.01, 200)))) == []  # a slow one
 
 
 def test_a_gradient_that_gets_smaller_because_prompts_are_learned() -> None:
@@ -169,15 +167,6 @@ def test_a_gradient_ten_times_that_of_the_first_steps_is_noted_unless_the_reward
     assert unknown.endswith("steps; whether the reward rose is not known")
 
 
-def test_a_reward_below_half_of_its_best() -> None:
-    assert names(history(reward__mean=[0.6] * 30 + [0.29] * 20)) == ["reward-collapse"]
-    assert names(history(reward__mean=[0.6] * 30 + [0.31] * 20)) == []
-    assert names(history([1e-4] * 39, reward__mean=[0.6] * 19 + [0.1] * 20)) == []
-    # Means .6 and .25 of 20 steps with a spread of .8 have a standard error of .26 together.
-    noise = [0.8 * (-1) ** step for step in range(50)]
-    assert names(history(reward__mean=[(0.6 if step < 30 else 0.25) + noise[step] for step in range(50)])) == []
-
-
 def test_the_best_reward_is_remembered_where_it_falls_slowly() -> None:
     rewards = [0.1] * 30 + [0.9] * 20 + [0.9 * 0.99**step for step in range(100)]
     steps, kept = history([1e-4] * 150, reward__mean=rewards), History()
@@ -187,18 +176,6 @@ def test_the_best_reward_is_remembered_where_it_falls_slowly() -> None:
     assert alarms(kept.steps())[0].detail == (  # .9 * .99^80 * (1 - .99^20) / .2
         "the reward fell from 0.9 to 0.367, means of the best 20 steps and the last"
     )
-
-
-def test_responses_that_grow() -> None:
-    assert names(history(response__length=[100.0] * 45 + [201.0] * 5)) == ["length"]
-    assert names(history(response__length=[100.0] * 45 + [200.0] * 5)) == []
-    assert names(history(response__truncated=[0.02] * 45 + [0.25] * 5)) == ["truncation"]
-    assert names(history(response__truncated=[0.22] * 50)) == []
-
-
-def test_missing_log_probs() -> None:
-    assert names(history(nonfinite=[2.0] * 50)) == ["non-finite"]
-    assert names(history(nonfinite=[1.0] * 50)) == []
 
 
 def test_the_standard_error_of_the_mean_ratio() -> None:

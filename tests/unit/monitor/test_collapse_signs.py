@@ -18,13 +18,11 @@ def steps(ess: list[float], k3: float = 1e-4) -> list[Step]:
 
 def test_low_ess_trusts_the_policy_of_a_window_before() -> None:
     sign = first_sign(steps([0.9] * 27 + [0.2] * 3), ["ess"])
-    assert sign is not None
     assert (sign.watched, sign.name, sign.healthy) == ("ess", "ess", 30 - WINDOW)
 
 
 def test_early_it_trusts_the_policy_before_training_alone() -> None:
     sign = first_sign(steps([0.9] * 7 + [0.2] * 3), ["ess"])
-    assert sign is not None
     assert sign.healthy == 0
 
 
@@ -45,7 +43,6 @@ def test_accuracy_falls_beyond_its_interval() -> None:
     assert math.isclose(least_fall(0.77, 0.55, 128, 2.576), 0.0675, abs_tol=1e-4)
     before, after = Evaluation(0, 0.77, 128), Evaluation(8, 0.55, 128)
     sign = accuracy_falls([before, Evaluation(4, 0.7, 128), after])
-    assert sign is not None
     assert sign.healthy == 0
     assert accuracy_falls([before, after._replace(accuracy=0.64)]) is None
     assert accuracy_falls([before, after._replace(problems=16)]) is None

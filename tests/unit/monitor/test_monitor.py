@@ -162,13 +162,17 @@ if sys.argv[2] == "killed":
 """
 
 
+def script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root / "src", root)))}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
 @pytest.mark.parametrize(("end", "steps"), [("killed", 3), ("without close", 4)])
 def test_the_end_of_a_process_leaves_its_rows_and_its_sample(end: str, steps: int, tmp_path: Path) -> None:
     """A killed process loses the step that is not complete; one that ends closes its monitor."""
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root / "src", root)))}
-    command = [sys.executable, "-c", TRAINING, str(tmp_path), end]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = script(TRAINING, str(tmp_path), end)
     assert ended.returncode == (-9 if end == "killed" else 0), ended.stderr
     rows, sample = (
         [json.loads(line) for line in (tmp_path / name).open()] for name in ("metrics.jsonl", "sample.jsonl")
@@ -294,10 +298,7 @@ for step in range(20):
 
 
 def test_a_script_that_is_stopped_exits_with_status_3_and_one_line(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root / "src", root)))}
-    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = script(STOPPED, str(tmp_path))
     assert ended.returncode == 3, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"trimtab.errors.GuardStop: step {LOW + 2}: ess: ")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.commands import Printed
 from tests.support.noisy_batch import batch
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerControl, TrainerState
@@ -140,10 +141,6 @@ def test_a_callback_of_transformers_raises_the_same_alarms_once() -> None:
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match="no scalar is known; those that measure the mismatch are"):
         judge(read_scalars(write(tmp_path / "a.jsonl", [{"step": 1, "loss": 2.0}])))
-    for name, text in (("b.jsonl", "no json"), ("c.jsonl", "[1, 2]"), ("d.jsonl", "\xff\xfe")):
-        (tmp_path / name).write_bytes(text.encode("latin-1"))
-        with pytest.raises(TrimtabError, match=name):
-            read_scalars(tmp_path / name)
     with pytest.raises(TrimtabError, match=r"missing\.jsonl"):
         read_scalars(tmp_path / "missing.jsonl")
 
@@ -165,15 +162,13 @@ def test_a_mismatch_of_exactly_zero_is_said(tmp_path: Path) -> None:
         assert any("0 at every step" in line for line in terminal_lines(found, tmp_path)) is said
 
 
-def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_curves_alarms_and_limits(tmp_path: Path, printed: Printed) -> None:
     rows = [{"step": step, "mismatch/k3": 1e-4 if step < 10 else 2e-2, "mismatch/ess_token": 0.9} for step in range(12)]
     log = str(write(tmp_path / "log.jsonl", rows))
-    assert main.run(["diagnose", "--scalars", log]) == 0
-    text = capsys.readouterr().out
+    text = printed("diagnose", "--scalars", log)
     assert "step 11: k3-jump: k3 0.02 per token" in text
     assert "limits    Scalars are means over the tokens of a step" in text
-    assert main.run(["diagnose", "--scalars", log, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed("diagnose", "--scalars", log, "--json"))
     assert [alarm["name"] for alarm in values["alarms"]] == ["k3-jump"]
     assert {row["name"] for row in values["scalars"]} == {"mismatch/k3", "mismatch/ess_token"}
     assert main.run(["diagnose", log, "--scalars", log]) == 2
@@ -183,19 +178,12 @@ def log_history(lengths: Iterable[float], clipped: Iterable[float]) -> list[dict
     """What TRL 1.16's GRPOTrainer without vLLM leaves in trainer_state.json, with an evaluation and a summary."""
     rows: list[dict[str, Any]] = []
     for step, (length, share) in enumerate(zip(lengths, clipped, strict=True), start=1):
-        kinds = [
-            f"completions/{kind}{end}" for kind in ("max", "mean", "min") for end in ("_length", "_terminated_length")
-        ]
+        ends = ("_length", "_terminated_length")
+        kinds = [f"completions/{kind}{end}" for kind in ("max", "mean", "min") for end in ends]
         completions = dict.fromkeys(kinds, length) | {"completions/clipped_ratio": share}
-        update = {
-            "epoch": step / 100,
-            "grad_norm": 0.4,
-            "learning_rate": 1e-6,
-            "loss": 0.01,
-            "num_tokens": 100.0 * step,
-        }
+        update = {"epoch": step / 100, "grad_norm": 0.4, "learning_rate": 1e-6, "loss": 0.01}
         reward = {"reward": 0.5, "reward_std": 0.1, "rewards/digits/mean": 0.5, "rewards/digits/std": 0.1}
-        rows.append(update | completions | reward | {"entropy": 1.0, "kl": None, "step": step})
+        rows.append(update | completions | reward | {"num_tokens": 100.0 * step, "entropy": 1.0, "step": step})
         if step % 10 == 0:
             evaluated = {f"eval_{name}": 900.0 if "length" in name else 0.9 for name in completions}
             rows.append(evaluated | {"epoch": step / 100, "eval_loss": 0.1, "eval_reward": 9.0, "step": step})
@@ -212,7 +200,7 @@ def trainer_state(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_gradient(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, printed: Printed
 ) -> None:
     state = trainer_state(tmp_path, log_history([100.0] * 15 + [300.0] * 15, [0.0] * 15 + [0.5] * 15))
     rows = read_scalars(state)
@@ -224,8 +212,7 @@ def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_g
     curves = {curve.logged_as: curve for curve in found.curves}
     assert curves["reward"].scalar.quantity == "reward"
     assert curves["completions/mean_length"].values == (100.0,) * 15 + (300.0,) * 15  # the evaluations are not in it
-    assert main.run(["diagnose", "--scalars", str(state)]) == 0
-    text = capsys.readouterr().out
+    text = printed("diagnose", "--scalars", str(state))
     assert "no scalar measures the mismatch of trainer and sampler: trl logs it as " in text
     assert "sampling/sampling_logp_difference/mean with use_vllm=True" in text
 
@@ -233,17 +220,10 @@ def test_a_trainer_state_without_a_mismatch_is_judged_by_length_truncation_and_g
 @pytest.mark.parametrize(
     ("steps", "norm", "expected"),
     [
-        (2, 0.4, ["note      too few steps to judge (2, the rules need 23 to 40)"]),
-        (30, 0.4, ["note      too few steps to judge by every rule (30, the rules need 23 to 40)"]),
+        (2, 0.4, ["note      too few steps to judge (2, the rules"]),
+        (30, 0.4, ["note      too few steps to judge by every rule (30, "]),
         (40, 0.4, ["ok        no alarm"]),
-        (
-            50,
-            math.nan,
-            [
-                "fail      grad_norm is not finite at 50 of 50 steps, the last among them",
-                "note      too few steps to judge (0, the rules need 23 to 40)",
-            ],
-        ),
+        (50, math.nan, ["fail      grad_norm is not finite at 50 of 50", "note      too few steps to judge (0, "]),
     ],
 )
 def test_no_alarm_is_said_only_where_the_rules_could_judge(
@@ -251,7 +231,8 @@ def test_no_alarm_is_said_only_where_the_rules_could_judge(
 ) -> None:
     found = judge(read_scalars(write(tmp_path / "log.jsonl", [{"step": i, "grad_norm": norm} for i in range(steps)])))
     said = list(terminal_lines(found, tmp_path))
-    assert [line for line in said if line.split()[0] in ("ok", "note", "fail")] == expected
+    judged = [line for line in said if line.split()[0] in ("ok", "note", "fail")]
+    assert [line.startswith(start) for line, start in zip(judged, expected, strict=True)] == [True] * len(expected)
     assert any("not judged, because it is not logged: length" in line for line in said)
 
 
@@ -277,7 +258,7 @@ def test_the_extremes_that_wandb_exports_beside_a_scalar_are_not_the_scalar(tmp_
         judge(read_scalars(table))
 
 
-def test_the_newest_state_of_a_folder_is_read_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_state_of_a_folder_is_read_and_named(tmp_path: Path, printed: Printed) -> None:
     states = {
         number: trainer_state(tmp_path / f"checkpoint-{number}", log_history([50.0] * number, [0.0] * number))
         for number in (9, 10)
@@ -286,8 +267,7 @@ def test_the_newest_state_of_a_folder_is_read_and_named(tmp_path: Path, capsys: 
     own = trainer_state(tmp_path, log_history([50.0] * 9, [0.0] * 9))
     assert find_scalars(tmp_path) == states[10]  # an earlier run left its own
     trainer_state(tmp_path, log_history([50.0] * 11, [0.0] * 11))
-    assert main.run(["diagnose", "--scalars", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["read"] == str(own)
+    assert json.loads(printed("diagnose", "--scalars", str(tmp_path), "--json"))["read"] == str(own)
 
 
 def test_a_folder_is_the_one_file_of_scalars_in_it(tmp_path: Path) -> None:
@@ -307,6 +287,7 @@ def test_a_folder_is_the_one_file_of_scalars_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
+        *((name, text, name) for name, text in (("a.jsonl", "no json"), ("b.jsonl", "[1, 2]"), ("c.jsonl", "\xff"))),
         ("deep.jsonl", "[" * 100_000, "nested too deeply"),
         ("deep_line.jsonl", '{"step": 1}\n{"a": ' + "[" * 100_000 + "\n", "nested too deeply"),
         ("digits.jsonl", '{"step": 1' + "0" * 400 + "}", "step is inf"),
@@ -317,7 +298,7 @@ def test_a_folder_is_the_one_file_of_scalars_in_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_hostile_file_is_one_line(name: str, text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(TrimtabError) as error:
         judge(read_scalars(tmp_path / name))
     assert said in str(error.value)
@@ -328,7 +309,6 @@ def test_a_number_of_400_digits_or_a_long_field_is_not_a_finite_scalar(tmp_path:
     rows = [{"step": 1, "rollout_corr/k3_kl": 1e-3}, {"step": 2, "rollout_corr/k3_kl": 10**400}]
     rows += [{"step": 3, "actor/grad_norm": 10**400, "rollout_corr/k3_kl": 2e-3}]
     found = judge(read_scalars(write(tmp_path / "a.jsonl", rows)))
-    assert found.mismatch is not None
     assert (found.steps, found.mismatch.values, found.mismatch.not_finite) == (2, (1e-3, 2e-3), 1)
     square = [{"step": 1, "train_rollout_logprob_abs_diff": 1e200}]  # its square is not
     assert judge(read_scalars(write(tmp_path / "b.jsonl", square))).steps == 0

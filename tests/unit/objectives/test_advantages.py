@@ -95,11 +95,6 @@ def test_group_ids_are_numbers_or_text(kind, groups):
         assert advantages(kind, taken, groups)[:, 0].tolist() == pytest.approx(expected)
 
 
-def test_integers_and_lists_are_taken():
-    assert advantages("dr-grpo", [1, 0], [0, 0]).tolist() == [[0.5], [-0.5]]
-    assert advantages("grpo", torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0, 1)
-
-
 ZEROS = torch.zeros(2)
 
 
@@ -154,15 +149,6 @@ def test_the_baseline_of_a_token_weighs_responses_by_the_norm_of_their_score() -
     values = token_advantages([1.0, 0.0])
     assert values[0].tolist() == pytest.approx([0.8, 0.35135135, 1.0])
     assert values[1].tolist() == pytest.approx([-0.2, -0.64864865, 0.0])
-
-
-def test_positions_count_trained_tokens() -> None:
-    """With an observation in the first response, its second trained token meets the other's second."""
-    mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
-    energy = torch.tensor([[0.1, 7.0, 1.1, 0.04], [0.4, 0.25, 9.0, 9.0]], dtype=torch.float64)
-    values = token_advantages([1.0, 0.0], mask, energy)
-    assert values[0].tolist() == pytest.approx([0.8, 0.0, 0.35135135, 1.0])
-    assert values[1].tolist() == pytest.approx([-0.2, -0.64864865, 0.0, 0.0])
 
 
 def test_equal_rewards_and_equal_norms() -> None:

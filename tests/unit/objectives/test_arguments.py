@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import config
+from tests.contract.conftest import Batch
 from torch import Tensor
 
 from trimtab import Monitor
@@ -28,18 +29,9 @@ def without_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logps() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    names = ("current", "behavior", "proximal", "reference", "entropy")
     rows = torch.arange(ROWS)[:, None].expand(ROWS, TIME).contiguous()
-    return {name: -torch.rand(ROWS, TIME) - 0.1 for name in names} | {
-        "mask": torch.ones(ROWS, TIME, dtype=torch.bool),
-        "off_policy": torch.zeros(ROWS, TIME, dtype=torch.bool),
-        "sequence_ids": rows,
-        "turn": torch.zeros(ROWS, TIME, dtype=torch.int64),
-        "age": torch.ones(ROWS, TIME, dtype=torch.int64),
-        "head_current": -torch.rand(ROWS, TIME, 5) - 1,
-        "head_behavior": -torch.rand(ROWS, TIME, 5) - 1,
-    }
+    whole = Batch.random(0, ROWS, TIME).changed(mask=torch.ones(ROWS, TIME, dtype=torch.bool), sequence_ids=rows)
+    return {name: tensor for name, tensor in vars(whole).items() if name != "advantage"}
 
 
 def wrong(name: str, good: Tensor) -> Iterator[Any]:

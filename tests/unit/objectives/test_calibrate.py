@@ -140,16 +140,9 @@ def test_the_preset_takes_its_bounds_and_keeps_its_share(
     built = trimtab.objective(preset, **bounds)
     assert calibrated(preset, observed(log[:cut]) + observed(log[cut:])) == bounds
     assert calibrated(preset, observed(log[torch.randperm(rows)])) == bounds
-    correction = correct(
-        log,
-        torch.zeros_like(log),
-        torch.ones_like(log, dtype=torch.bool),
-        weight=built.weight,
-        masks=built.masks,
-        current=log,
-        advantage=-torch.ones(rows, 1, dtype=torch.float64),
-        turn=turns(log),
-    )
+    fields = {"current": log, "advantage": -torch.ones(rows, 1, dtype=torch.float64), "turn": turns(log)}
+    every = torch.ones_like(log, dtype=torch.bool)
+    correction = correct(log, torch.zeros_like(log), every, weight=built.weight, masks=built.masks, **fields)
     # Where a bound was held back from its quantile it may reject more; elsewhere at most 1% on either side.
     at_the_limit = {10.0, 0.1, 0.5, 1.64873, 0.60653, 5.0, 0.2} & set(bounds.values())
     if not at_the_limit:
@@ -189,40 +182,32 @@ def test_a_section_builds_its_objective_and_says_where_its_bounds_come_from() ->
     assert from_section({"name": "grpo", "calibrate": False}) == trimtab.objective("grpo")
 
 
+OPSM_MASK = {"kind": "opsm", "delta": 0.1}
+K3_MASK = {"kind": "k3", "reduce": "mean", "max": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("section", "line"),
+    ("name", "given", "line"),
     [
-        ({"name": "grpo", "calibrate": True}, "objective 'grpo' has no bound that calibrate can find: leave calibr"),
-        (
-            {"name": "icepop", "calibrate": True, "weight_max": 3.0},
-            "objective.calibrate finds weight_min, weight_max at step 0: leave weight_max out (unset it where a "
-            "recipe's base sets it), or calibrate",
-        ),
-        ({"name": "icepop", "calibrate": "yes"}, "objective.calibrate = 'yes' has the wrong type: use true or false"),
-        ({"name": "icepopp", "calibrate": True}, "unknown objective 'icepopp'"),
-        ({"name": "icepop", "calibrate": True, "clip": 1.0}, "objective 'icepop' has no keyword 'clip'"),
+        ("grpo", {}, "objective 'grpo' has no bound that calibrate can find: leave calibr"),
+        ("icepop", {"weight_max": 3.0}, "objective.calibrate finds weight_min, weight_max at step 0: leave weight_max"),
+        ("icepop", {"calibrate": "yes"}, "objective.calibrate = 'yes' has the wrong type: use true or false"),
+        ("icepopp", {}, "unknown objective 'icepopp'"),
+        ("icepop", {"clip": 1.0}, "objective 'icepop' has no keyword 'clip'"),
         # Parts: refused before the run, not by their bounds at step 0.
         (
-            {"name": "composed", "calibrate": True, "surrogate": {"kind": "clipped"}, "weight": {}},
-            "objective 'composed' has no bound that calibrate can find: leave calibrate out",
+            "composed",
+            {"surrogate": {"kind": "clipped"}, "weight": {}},
+            "objective 'composed' has no bound that calibra",
         ),
-        (
-            {"name": "seq-tis", "calibrate": True, "weight": {"level": "geometric", "bound": "clip", "min": 0.5}},
-            "objective.calibrate finds the bounds of the weight of 'seq-tis', which the given weight replaces",
-        ),
-        (
-            {"name": "opsm", "calibrate": True, "mask": [{"kind": "opsm", "delta": 0.1}]},
-            "objective.calibrate finds the bounds of opsm, and a mask gives others",
-        ),
-        (
-            {"name": "k3-mask", "calibrate": True, "mask": [{"kind": "k3", "reduce": "mean", "max": 0.1}]},
-            "objective.calibrate finds the bounds of k3_mean, and a mask gives others",
-        ),
+        ("seq-tis", {"weight": {"level": "geometric"}}, "objective.calibrate finds the bounds of the weight of"),
+        ("opsm", {"mask": [OPSM_MASK]}, "objective.calibrate finds the bounds of opsm, and a mask gives others"),
+        ("k3-mask", {"mask": [K3_MASK]}, "objective.calibrate finds the bounds of k3_mean, and a mask gives others"),
     ],
 )
-def test_an_invalid_section_is_refused(section: dict[str, object], line: str) -> None:
+def test_an_invalid_section_is_refused(name: str, given: dict[str, object], line: str) -> None:
     with pytest.raises(TrimtabError) as refused:
-        from_section(section)
+        from_section({"name": name, "calibrate": True, **given})
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
 

@@ -16,7 +16,6 @@ from trimtab.objectives.calibrate import bounds_of
 from trimtab.objectives.lookup import from_section
 from trimtab.report.health import known_objective
 from trimtab.report.run_objective import equation_of
-from trimtab.trainer.config import load_config
 
 DPPO = "tests.unit.objectives.own_rule:dppo"
 OWN = DPPO.removesuffix("dppo")
@@ -103,11 +102,6 @@ def test_no_bound_of_it_is_calibrated_and_it_is_no_preset():
     assert DPPO not in objectives()
     with pytest.raises(TrimtabError, match="unknown objective 'own_rule'"):
         objective("own_rule")
-
-
-def test_a_recipe_may_name_it():
-    config = load_config({"objective": {"name": DPPO, "tv_max": 0.3}})
-    assert from_section(config.objective.model_dump()) == objective(DPPO, tv_max=0.3)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.named_cases import in_one_test
 
-from trimtab.objectives import Clipped, keywords_of, objective, objectives
+from trimtab.objectives import keywords_of, objective, objectives
 
 
 @in_one_test("name", objectives())
@@ -30,38 +30,13 @@ def test_every_keyword_changes_the_objective_and_the_equation(name):
         assert before.equation() != after.equation(), key
 
 
-def test_a_recipe_may_write_whole_numbers():
-    assert objective("token-tis", weight_max=3, kl_coef=1) == objective("token-tis", weight_max=3.0, kl_coef=1.0)
-    assert objective("seq-bypass", clip_dual=None).surrogate == Clipped(0.5, 3.0)
-    assert objective("dr-grpo", aggregation="constant").aggregation.length_max == 1024
-
-
-EQUATIONS = {
-    "token-tis": "loss = −1/D Σ m·sg[min(ρ_t, 2)]·min(r_t A, clip(r_t, 0.8, 1.2) A)",
-    "gspo": "loss = −1/D Σ m·min(r_geo A, clip(r_geo, 0.9997, 1.0004) A)",
-    "seq-alp": "loss = −1/D Σ m·max[A<0](min(r A, clip(r, 0.5, 4) A), 10 A)",
-    "icepop": "loss = −1/D Σ m·sg[ρ_t·1[0.5 ≤ ρ_t ≤ 5]]·min(r_t A, clip(r_t, 0.8, 1.2) A)",
-    "geo-mask": "loss = −1/D Σ m·keep·min(r_t A, clip(r_t, 0.8, 1.2) A)",
-    "oapl": "loss = −1/D Σ m·−(0.001·log r − A)²/T",
-    "luffy": "loss = −1/D Σ m·(r_t A on-policy, π/(π + 0.1) A off-policy)",
-}
-
-
-@in_one_test("name", EQUATIONS)
-def test_the_equation_shows_its_numbers(name):
-    assert objective(name).equation().splitlines()[0] == EQUATIONS[name]
-
-
 def test_the_equation_explains_its_symbols_and_warns():
     text = objective("seq-mis", kl="unbiased", kl_coef=0.01, entropy_coef=0.002).equation()
     assert "+ 0.01·KL − 0.002·H" in text
-    assert "ρ = Π_t π_old(y_t)/μ(y_t)" in text
     assert "KL: π/μ·(π_ref/π − log(π_ref/π) − 1), gradient through both" in text
     external = objective("luffy", kl="unbiased", kl_coef=0.01).equation()
     assert "KL: π/μ (1 at off-policy tokens, which have no μ)·(π_ref/π" in external
-    assert "not (A < 0 and mean_t(log μ − log π) > 0.05)" in objective("opsm").equation()
     assert "the dual clip at 3 is inside the clip range" in objective("seq-bypass", clip_dual=3.0).equation()
-    assert "is inside" not in objective("seq-bypass").equation()
     assert "harmful |log r| whose capped second moment stays below 0.1" in objective("m2po", tau=0.1).equation()
     masked = objective("m2po", form="mask", tau=0.1).equation()
     assert "1[|log r_t| ≤ c]·r_t A" in masked

@@ -21,7 +21,6 @@ def run(log: Tensor, advantage: Tensor, tau: float, mask: Tensor | None = None):
     mask = torch.ones_like(log, dtype=torch.bool) if mask is None else mask
     out = objective("m2po", form="mask", tau=tau)(PolicyLogps(current, behavior, mask), advantage)
     out.loss.backward()
-    assert current.grad is not None
     return out.loss.item(), current.grad, out.metrics.finalize()
 
 
@@ -65,17 +64,6 @@ def test_reaching_tau_exactly_is_within_it():
     assert limit(values, below(0.25, 0)) < 0
     assert limit([0.5], 0.25) == 0.5
     assert limit([0.0, 0.0], 1e-9) == 0.0
-
-
-def test_equal_values_stay_or_go_together():
-    # One of the two 1.0 would fit (.5 <= .55), both do not (.625).
-    assert limit([0.5, -0.5, 1.0, -1.0], 0.55) == 0.5
-    log = torch.tensor([[0.5, -0.5, 1.0, -1.0]], dtype=torch.float64)
-    _, grad, metrics = run(log, torch.ones(1, 1), tau=0.55)
-    assert (grad == 0).tolist() == [[False, False, True, True]]
-    assert metrics["clip/second_moment"] == 0.5
-    assert limit([0.5] * 5, 0.25) == 0.5
-    assert limit([0.5] * 5, 0.24) < 0
 
 
 values = st.lists(

@@ -36,7 +36,6 @@ def one_token(name: str, ratio: float, advantage: float, *, over: str = "proxima
     logps = PolicyLogps(current=current, mask=torch.ones(1, 1, dtype=torch.bool), **policies)
     out = objective(name, **keywords)(logps, torch.tensor([[advantage]], dtype=torch.float64))
     out.loss.backward()
-    assert current.grad is not None
     return -out.loss.item(), -current.grad.item(), out.metrics.finalize()
 
 
@@ -100,11 +99,9 @@ def test_sequence_ratio_is_the_product_at_every_token():
     out = objective("seq-bypass")(PolicyLogps(current, torch.full_like(log, -1.0), mask), torch.ones(1, 1))
     assert out.loss.item() == pytest.approx(-math.exp(1.1))
     out.loss.backward()
-    assert current.grad is not None
     assert_close(current.grad, torch.tensor([[-math.exp(1.1) / 2] * 2 + [0.0]], dtype=torch.float64))
     current = (log * 2 - 1).detach().requires_grad_()  # product e^2.2 > 4: every token is clipped together
     objective("seq-bypass")(PolicyLogps(current, torch.full_like(log, -1.0), mask), torch.ones(1, 1)).loss.backward()
-    assert current.grad is not None
     assert (current.grad == 0).all()
 
 
@@ -116,7 +113,6 @@ def test_oapl_is_the_square_and_its_slope():
     out = objective("oapl", beta=beta)(PolicyLogps(current, behavior, mask), advantage)
     assert out.loss.item() == pytest.approx((0.1 * 2.0 - 0.6) ** 2)  # one row with mask: the mean is over it alone
     out.loss.backward()
-    assert current.grad is not None
     slope = 2 * 0.1 * (0.2 - 0.6)
     assert_close(current.grad, torch.tensor([[slope, slope, 0.0], [0.0] * 3], dtype=torch.float64))
 
@@ -136,7 +132,6 @@ def test_luffy_shapes_external_tokens_and_never_reads_their_behavior():
     out = objective("luffy", aggregation="seq-mean-token-sum")(logps, torch.tensor([[2.0]]))
     assert out.loss.item() == pytest.approx(-(0.5 * 2 + 2.0 * 2))  # f(.1) = .5, ratio 2
     out.loss.backward()
-    assert current.grad is not None
     assert_close(current.grad, torch.tensor([[-0.25 * 2, -2.0 * 2]], dtype=torch.float64))  # gamma pi / (pi + gamma)^2
     assert out.metrics.finalize()["ratio/q99"] == pytest.approx(2, rel=0.005)  # external tokens have no ratio
     current.grad = None
@@ -176,7 +171,6 @@ def test_m2po_caps_harmful_tokens_like_the_brute_force_solver(seed, tau):
     assert obj.prepare(logps, advantage).second_moment_cap(tau).item() == pytest.approx(cap, abs=1e-12)
     obj(logps, advantage).loss.backward()
     expected = torch.where(harmful & (log.abs() > cap + 1e-9), 0.0, -advantage * log.exp()) * mask / mask.sum()
-    assert current.grad is not None
     assert_close(current.grad, expected)
 
 
@@ -229,10 +223,7 @@ LOGPS = PolicyLogps(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype
         (lambda terms: (terms.ratio > 1, {}), "Own returned torch.bool (2, 3), expected a number"),
         (lambda _: (1.0, {}), "Own returned float, expected a number for each token: floats (2, 3)"),
         (lambda terms: (terms.ratio, None), "expected two"),
-        (
-            lambda terms: (terms.ratio, terms.share("own", terms.ratio)),
-            "metric 'own': the share of tokens needs a mask",
-        ),
+        (lambda terms: (terms.ratio, terms.share("own", terms.ratio)), "metric 'own': the share of tokens needs a"),
     ],
 )
 def test_a_surrogate_that_returns_something_else_is_named(returned: Returned, line: str) -> None:

@@ -50,7 +50,6 @@ def per_token(obj: Objective, advantage: float = 1.0, **changes: Any) -> tuple[f
     current = row(CURRENT).requires_grad_()
     loss = obj(fixture(current, **changes), torch.tensor([[advantage]], dtype=torch.float64)).loss
     loss.backward()
-    assert current.grad is not None
     return 3 * loss.item(), (3 * current.grad[0]).tolist()
 
 
@@ -72,8 +71,6 @@ def test_the_level_of_turns_by_hand() -> None:
 
 def test_weights_and_masks_of_turns_by_hand() -> None:
     logps, mask, turn = fixture(), torch.tensor(MASK), torch.tensor(TURN)
-    assert logps.proximal is not None
-    assert logps.behavior is not None
     expected = {"turn_geometric": (0.99**0.5, 1.0), "turn": (0.99, 1.0)}  # rho 1.1 * 0.9, and 1
     for level, (first, second) in expected.items():
         correction = correct(logps.proximal, logps.behavior, mask, weight=Weight(level, max=2.0), turn=turn)
@@ -141,7 +138,6 @@ def test_calibration_reads_trained_tokens_and_turns() -> None:
     assert result.sequence.tolist() == pytest.approx([math.log(0.99)])
     assert result.geometric.tolist() == pytest.approx([math.log(0.99) / 3])
     assert result.k3.tolist() == pytest.approx([0.00335011], abs=1e-8)
-    assert result.turn is not None
     assert result.turn.tolist() == pytest.approx([math.log(0.99), 0.0], abs=1e-12)
     with pytest.raises(TrimtabError, match="2 turns are too few for weight_max"):
         calibrated("turn-tis", result)

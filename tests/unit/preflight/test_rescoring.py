@@ -142,7 +142,6 @@ def test_lists_that_begin_with_the_prompt_are_split(name: str) -> None:
     """The ids before the response are those of the file, and all of them."""
     count = 0
     for table in open_log([DATA / name], with_prompts=True).tables():
-        assert table.prompt_ids is not None and table.ids is not None and table.prompt_length is not None  # noqa: PT018
         assert [len(ids) for ids in table.prompt_ids] == table.prompt_length.astype(int).tolist()
         texts = [ids.tolist() for ids in _whole_ids(DATA / name)]
         for prompt, ids in zip(table.prompt_ids, np.split(table.ids, table.starts[1:-1]), strict=True):

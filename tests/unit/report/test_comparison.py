@@ -108,10 +108,7 @@ def test_unfinished_runs_and_missing_metrics(make_run: Callable[..., Path], tmp_
     (begun / "metrics.jsonl").write_text("")
     comparison = compare([whole, half, poor, begun])
     page = write_page(comparison, tmp_path / "report.html").read_text()
-    text = "\n".join(comparison.cautions)
-    assert f"{begun} has no finished step yet" in text
-    assert "dapo seed 1 at step 4 of 8" in text
-    assert "Held-out accuracy was not measured after training: dapo seed 1, token-tis." in text
+    assert f"{begun} has no finished step yet" in "\n".join(comparison.cautions)
     assert "Before comparing" in page
     assert "1 of 2" in page, "a mean over part of the seeds says so"
     assert "Not logged by token-tis." in page

@@ -29,7 +29,6 @@ def series(steps: list[float], values: list[float]) -> Series:
 
 def test_a_band_covers_the_steps_all_seeds_have() -> None:
     result = band([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
-    assert result is not None
     assert result.steps.tolist() == [2, 4]
     assert result.mean.tolist() == [3, 2]
     assert result.low.tolist() == [2, 0]

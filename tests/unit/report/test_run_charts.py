@@ -23,15 +23,6 @@ def _curve(values: list[float], *, log: bool = False, high: float | None = None)
     return MetricCurve("a", row, np.arange(1, len(values) + 1, dtype=float), np.array(values))
 
 
-def test_long_runs_keep_their_raw_points_beneath_the_average() -> None:
-    axes = Figure().add_subplot()
-    run_charts._draw_curves(axes, [_curve([0.1, 0.9] * 202)])
-    raw, average = axes.lines
-    assert np.ptp(np.asarray(raw.get_ydata())) == pytest.approx(0.8)
-    assert np.ptp(np.asarray(average.get_ydata())[19:]) == pytest.approx(0.0, abs=1e-9), "means of twenty, ten of each"
-    assert average.get_label() == "a"
-
-
 def test_what_happens_at_a_step_is_drawn_there() -> None:
     """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
     axes = Figure().add_subplot()

@@ -146,12 +146,6 @@ def test_long_texts_are_cut_and_marked(make_run: Callable[..., Path], tmp_path: 
     assert "y" * 2_001 not in page.text
 
 
-def test_an_unknown_objective_is_named_on_the_page(small_run: Path) -> None:
-    config = (small_run / "config.toml").read_text().replace('name = "token-tis"', 'name = "token-tiz"')
-    (small_run / "config.toml").write_text(config)
-    assert "not known to this version of trimtab" in read(write_report(read_run(small_run))).text
-
-
 def test_a_page_that_cannot_be_written_is_one_line(small_run: Path) -> None:
     (small_run / "report.html").mkdir()
     with pytest.raises(TrimtabError, match=r"cannot write .*report\.html") as error:

@@ -13,15 +13,8 @@ from trimtab.report.groups import Group
 from trimtab.report.summary_columns import PROCESS_COLUMNS, RESULT_COLUMNS, outcome, summaries_of
 from trimtab.runs.reader import Run
 
-BASE = {
-    "task.name": "sort",
-    "model.path": "laboratory",
-    "eval.problems": 64,
-    "trainer.steps": 4,
-    "trainer.prompts": 2,
-    "trainer.samples": 4,
-    "reward": [],
-}
+BASE = {"task.name": "sort", "model.path": "laboratory", "eval.problems": 64, "reward": []}
+BASE |= {"trainer.steps": 4, "trainer.prompts": 2, "trainer.samples": 4}
 
 
 def run(accuracy: dict[int, float], seed: int = 0, steps: int = 4, **metrics: Any) -> Run:
@@ -79,8 +72,8 @@ def test_groups_measured_differently_have_no_winner() -> None:
     assert same_measure([group("fast", *FAST), group("slow", *SLOW, optim__lr=1)])
 
 
-def with_accuracies(name: str, *values: float, first: int = 0) -> Group:
-    return group(name, *(run({0: 0.2, 4: value}, seed) for seed, value in enumerate(values, first)))
+def with_accuracies(name: str, *values: float) -> Group:
+    return group(name, *(run({0: 0.2, 4: value}, seed) for seed, value in enumerate(values)))
 
 
 def test_the_winner_leads_by_differences_paired_by_seed() -> None:
@@ -89,12 +82,6 @@ def test_the_winner_leads_by_differences_paired_by_seed() -> None:
     assert columns([ahead, behind])["accuracy"].winner == 0
     assert columns([behind, ahead])["accuracy"].winner == 1
     assert columns([ahead])["accuracy"].winner is None, "alone"
-    assert columns([ahead, behind, with_accuracies("third", 0.1, 0.1, 0.1)])["accuracy"].winner is None, (
-        "of three methods t must exceed 4.30"
-    )
-    assert columns([ahead, with_accuracies("late", 0.1, 0.1, 0.1, first=5)])["accuracy"].winner is None, (
-        "no common seed"
-    )
     twice = Group("twice", [*behind.runs, behind.runs[0]], behind.config)
     assert columns([ahead, twice])["accuracy"].winner is None, "runs of one seed are not independent"
 

@@ -24,15 +24,6 @@ def raw(run: RunDirectory) -> bytes:
     return (run.path / "metrics.jsonl").read_bytes()
 
 
-def test_a_new_run_holds_its_recipe_and_empty_metrics(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "runs" / "a", CONFIG) as run:
-        assert run.config_toml == CONFIG
-        assert (run.path / "config.toml").read_bytes() == CONFIG.encode()
-        assert run.metrics() == []
-        assert run.checkpoints() == []
-        assert run.trajectory_file(10) == run.path / "trajectories" / "step-000010.parquet"
-
-
 @pytest.mark.parametrize("left", ["config.toml", "metrics.jsonl", "checkpoints", "trajectories", "model"])
 def test_a_directory_with_a_run_is_refused_and_left_alone(tmp_path: Path, left: str) -> None:
     """Part of a run is enough, and a folder that only looks like a part is not ours to replace either."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,12 @@ def row(**changes: Any) -> Row:
         rewards={"zz/exact": 1.0, "format": 0.25},
     )
     whole = Row(trajectory, floats(-0.2, -0.3, -12.0), floats(-0.25, -0.35, -12.5), -0.5, 5)
-    return dataclasses.replace(whole, **changes)
+    return replace(whole, **changes)
+
+
+def completed(one: Trajectory, **changes: Any) -> Trajectory:
+    """With fields of its completion changed."""
+    return replace(one, completion=replace(one.completion, **changes))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -104,24 +110,15 @@ def test_other_tools_read_the_values(tmp_path: Path) -> None:
     path = tmp_path / "step-000010.parquet"
     trajectories.write(path, [row()], 10)
     result = pq.read_table(path).to_pylist()[0]
-    assert result["step"] == 10
-    assert result["prompt_id"] == "add-7"
-    assert result["group"] == 3
-    assert result["prompt_ids"] == [1, 5]
-    assert result["response_ids"] == [7, 8, 2]
-    assert result["loss_mask"] == [True, False, True]
+    plain = {"step": 10, "prompt_id": "add-7", "group": 3, "proximal_version": 5, "reward": 1.25, "advantage": -0.5}
+    plain |= {"prompt_ids": [1, 5], "response_ids": [7, 8, 2], "loss_mask": [True, False, True]}
+    plain |= {"policy_version": [4, 4, 5], "entropy": [0.5, 0.0, 3.25], "finish": "stop"}
+    plain |= {"text": "42\n", "prompt_text": "Q: 40+2?\nA: "}
+    plain |= {"sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "logprobs": "processed"}}
+    assert {name: result[name] for name in plain} == plain
     assert result["logp_behavior"] == [float(np.float32(x)) for x in (-0.1, -1e-30, -12.345678)]
     assert result["logp_proximal"] == [float(np.float32(x)) for x in (-0.2, -0.3, -12.0)]
     assert result["logp_current"] == [-0.25, float(np.float32(-0.35)), -12.5]
-    assert result["entropy"] == [0.5, 0.0, 3.25]
-    assert result["policy_version"] == [4, 4, 5]
-    assert result["proximal_version"] == 5
-    assert result["reward"] == 1.25
-    assert result["advantage"] == -0.5
-    assert result["sampling"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "logprobs": "processed"}
-    assert result["text"] == "42\n"
-    assert result["prompt_text"] == "Q: 40+2?\nA: "
-    assert result["finish"] == "stop"
     assert dict(result["rewards"]) == {"zz/exact": 1.0, "format": 0.25}
 
 
@@ -138,16 +135,9 @@ def test_columns_nobody_has_are_absent(tmp_path: Path) -> None:
 
 def external(**changes: Any) -> Row:
     """A row whose response no policy of the run wrote."""
-    known = row(**changes)
-    completion = dataclasses.replace(
-        known.trajectory.completion,
-        logp_behavior=floats(float("nan"), float("nan"), float("nan")),
-        policy_version=ints(-1, -1, -1),
-        entropy=None,
-    )
-    return dataclasses.replace(
-        known, trajectory=dataclasses.replace(known.trajectory, completion=completion, off_policy=True)
-    )
+    known, nothing = row(**changes), floats(*[float("nan")] * 3)
+    unknown = completed(known.trajectory, logp_behavior=nothing, policy_version=ints(-1, -1, -1), entropy=None)
+    return replace(known, trajectory=replace(unknown, off_policy=True))
 
 
 def test_external_traces_are_marked_where_there_are_any(tmp_path: Path) -> None:
@@ -167,8 +157,7 @@ def test_external_traces_are_marked_where_there_are_any(tmp_path: Path) -> None:
 
 
 def test_a_sampled_response_without_entropy_is_still_half_a_column() -> None:
-    bare = row().trajectory
-    bare = dataclasses.replace(bare, completion=dataclasses.replace(bare.completion, entropy=None))
+    bare = completed(row().trajectory, entropy=None)
     with pytest.raises(ValueError, match="entropy: 2 of 3 rows have it"):
         trajectories.to_bytes([row().trajectory, external().trajectory, bare])
 
@@ -188,9 +177,9 @@ def test_both_parts_of_a_drift_are_columns_of_their_own(tmp_path: Path) -> None:
 def test_half_a_column_and_a_list_of_another_length_are_refused(tmp_path: Path, name: str) -> None:
     whole = row()
     with pytest.raises(ValueError, match=f"{name}: 1 of 2 rows have it"):
-        trajectories.write(tmp_path / "a.parquet", [whole, dataclasses.replace(whole, **{name: None})], 1)
+        trajectories.write(tmp_path / "a.parquet", [whole, replace(whole, **{name: None})], 1)
     if name.startswith("logp"):
-        short = dataclasses.replace(whole, **{name: floats(0, 0)})
+        short = replace(whole, **{name: floats(0, 0)})
         with pytest.raises(ValueError, match=f"{name} of row 1 has 2 entries for 3 response tokens"):
             trajectories.write(tmp_path / "a.parquet", [whole, short], 1)
     assert list(tmp_path.iterdir()) == []
@@ -199,11 +188,9 @@ def test_half_a_column_and_a_list_of_another_length_are_refused(tmp_path: Path, 
 def test_lengths_inside_the_trajectory_are_checked_too() -> None:
     trajectory = row().trajectory
     for short in (
-        dataclasses.replace(trajectory, loss_mask=np.array([True])),
-        dataclasses.replace(trajectory, completion=dataclasses.replace(trajectory.completion, policy_version=ints(1))),
-        dataclasses.replace(
-            trajectory, completion=dataclasses.replace(trajectory.completion, sampling_mask=(ints(1),))
-        ),
+        replace(trajectory, loss_mask=np.array([True])),
+        completed(trajectory, policy_version=ints(1)),
+        completed(trajectory, sampling_mask=(ints(1),)),
     ):
         with pytest.raises(ValueError, match="of row 0 has 1 entries for 3 response tokens"):
             trajectories.to_bytes([short])
@@ -282,22 +269,14 @@ def test_records_too_large_for_one_group_of_rows_go_into_several(monkeypatch: py
     """Parquet refuses 2 GiB of a binary column in one group; here a group holds two rows' experts."""
     one = row().trajectory
     size = len(one.prompt.ids) + len(one.completion.response_ids) - 1
-    pending = [
-        dataclasses.replace(
-            one,
-            completion=dataclasses.replace(
-                one.completion, routed_experts=np.full((size, 3, 2), [number, number + 1], dtype=np.int16)
-            ),
-        )
-        for number in range(5)
-    ]
+    experts = [np.full((size, 3, 2), [number, number + 1], dtype=np.int16) for number in range(5)]
+    pending = [completed(one, routed_experts=chosen) for chosen in experts]
     whole = trajectories.to_bytes(pending)
     assert pq.ParquetFile(pa.BufferReader(whole)).num_row_groups == 1
     monkeypatch.setattr(trajectories, "ROW_GROUP_BYTES", 2 * size * 12 + 1)  # records in memory are int16
     cut = trajectories.to_bytes(pending)
     assert pq.ParquetFile(pa.BufferReader(cut)).num_row_groups == 3
     for result, given_ in zip(trajectories.from_bytes(cut), pending, strict=True):
-        assert result.completion.routed_experts is not None
         np.testing.assert_array_equal(result.completion.routed_experts, given_.completion.routed_experts)
 
 
@@ -305,7 +284,7 @@ def test_sampling_masks_take_few_bytes_are_in_all_rows_or_none_and_as_long_as_th
     drawn = np.random.default_rng(0)
     sets = tuple(np.sort(drawn.choice(50_000, 200, replace=False)) for _ in range(3))
     one = row().trajectory
-    masked = dataclasses.replace(one, completion=dataclasses.replace(one.completion, sampling_mask=sets))
+    masked = completed(one, sampling_mask=sets)
     data = trajectories.to_bytes([masked])
     assert (len(data) - len(trajectories.to_bytes([one]))) / 600 < 3  # 1.4, and 2 for the two columns; int64 has 8
     with pytest.raises(ValueError, match="kept: 1 of 2 rows have it"):
@@ -319,8 +298,7 @@ def test_sampling_masks_take_few_bytes_are_in_all_rows_or_none_and_as_long_as_th
 
 def test_files_come_back_but_for_the_sets_of_ids(tmp_path: Path) -> None:
     whole = row()
-    completion = dataclasses.replace(whole.trajectory.completion, sampling_mask=(ints(1, 2), ints(), ints(3)))
-    truncated = dataclasses.replace(whole, trajectory=dataclasses.replace(whole.trajectory, completion=completion))
+    truncated = replace(whole, trajectory=completed(whole.trajectory, sampling_mask=(ints(1, 2), ints(), ints(3))))
     trajectories.write(tmp_path / "a.parquet", [truncated, truncated], 1)
     first, second = trajectories.read(tmp_path / "a.parquet")
     assert same(first, whole)
@@ -329,7 +307,7 @@ def test_files_come_back_but_for_the_sets_of_ids(tmp_path: Path) -> None:
 
 
 def test_turns_are_written_and_read_bit_for_bit(tmp_path: Path) -> None:
-    void = dataclasses.replace(multi_turn(1, "a..b"), loss_mask=np.zeros(4, dtype=np.bool_))
+    void = replace(multi_turn(1, "a..b"), loss_mask=np.zeros(4, dtype=np.bool_))
     rows = [multi_turn(0, "ab..c", version=3), multi_turn(0, "def", version=3), void]
     back = trajectories.from_bytes(trajectories.to_bytes(rows))
     assert all(map(same, back, rows))
@@ -339,10 +317,5 @@ def test_turns_are_written_and_read_bit_for_bit(tmp_path: Path) -> None:
     assert table["turn"].to_pylist() == [[0, 0, 0, 0, 1], [0, 0, 0], [0, 0, 0, 1]]
     assert np.isnan(table["logp_behavior"][0].as_py()).tolist() == [False, False, True, True, False]
     assert same(trajectories.read(path)[0].trajectory, rows[0])
-    assert "turn" not in pq.read_schema(_written(tmp_path, multi_turn(0, "ab"))).names
-
-
-def _written(folder: Path, one: Trajectory) -> Path:
-    path = folder / "plain.parquet"
-    trajectories.write(path, [Row(one)], 1)
-    return path
+    trajectories.write(path, [Row(multi_turn(0, "ab"))], 1)
+    assert "turn" not in pq.read_schema(path).names

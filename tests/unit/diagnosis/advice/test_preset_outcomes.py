@@ -7,27 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.support import token_tables
 
 import trimtab
 from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes, weights
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import correct, objectives
+from trimtab.objectives.calibrate import bounds_of
 
 RATIOS = [[1.0, 1.1, 0.9], [4.0, 1.0], [0.4, 0.5, 1.0, 1.0]]
 """Three responses of 3, 2 and 4 tokens; products .99, 4 and .2."""
 
 
 def table(ratios: list[list[float]], advantage: list[float] | None = None) -> TokenTable:
-    lengths = [len(row) for row in ratios]
-    log = np.log(np.concatenate(ratios)).astype(np.float32)
-    return TokenTable(
-        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        mask=np.ones(len(log), dtype=np.bool_),
-        behavior=np.full(len(log), -5.0, dtype=np.float32),
-        proximal=log - np.float32(5.0),
-        advantage=None if advantage is None else np.array(advantage),
-    )
+    columns = {} if advantage is None else {"advantage": advantage}
+    return token_tables.table([np.log(row) for row in ratios], behavior=-5.0, **columns)
 
 
 def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> TokenTable:
@@ -52,18 +47,7 @@ def published(data: TokenTable, *presets: str) -> dict[str, PresetOutcome]:
 def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
     rows = outcomes(AdviceData.of(noisy(400, 0.3)))
     assert list(dict.fromkeys(row.preset for row in rows)) == [name for name in objectives() if "centering" not in name]
-    assert [row.preset for row in rows if row.calibrated] == [
-        "token-tis",
-        "seq-tis",
-        "turn-tis",
-        "seq-mis",
-        "seq-mis-seq-ratio",
-        "icepop",
-        "geo-mask",
-        "geo-mask-token-tis",
-        "k3-mask",
-        "opsm",
-    ]
+    assert [row.preset for row in rows if row.calibrated] == [name for name in objectives() if bounds_of(name)]
     for row in rows:
         assert bool(row.overrides) == row.calibrated
         trimtab.objective(row.preset, **row.overrides)  # every row can be used as it stands
@@ -176,13 +160,6 @@ def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> No
     kept = result != 0
     torch.testing.assert_close(result[kept], ratio[kept], rtol=2e-5, atol=1e-7)
     assert 0.3 < kept.double().mean() < 0.95
-
-
-def test_aggregation_does_not_matter() -> None:
-    data = AdviceData.of(noisy(40, 0.4))
-    by_token = weights(trimtab.objective("icepop", aggregation="token-mean"), data, 1.0)
-    by_sequence = weights(trimtab.objective("icepop"), data, 1.0)
-    torch.testing.assert_close(by_token, by_sequence)
 
 
 def test_equal_policies_leave_everything_as_it_is() -> None:

@@ -37,7 +37,6 @@ def test_placeholders_are_in_no_figure(tmp_path: Path) -> None:
     assert sum(view.count.sum() for name, view in measured.views.items() if name == "length") == clean["tokens"]
     assert measured.sample.tokens == clean["tokens"]
     assert cause.repaired["k3"] == measured.size.mismatch["k3"]
-    assert cause.share_of_k3 is not None
     assert cause.share_of_k3 > 0.99
     assert result.recommendation.preset == ""
     assert result.recommendation.lines == {}

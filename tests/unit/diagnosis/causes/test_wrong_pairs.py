@@ -55,7 +55,6 @@ def moved(
 
     trained_only: the lists hold trained tokens alone, so that observations do not move.
     """
-    assert whole.proximal is not None
     values, offsets = whole.proximal.copy(), [by] if isinstance(by, int) else by
     for row in range(0, whole.responses, every):
         start, stop = whole.starts[row], whole.starts[row + 1]
@@ -75,7 +74,7 @@ def only(table: TokenTable) -> Cause:
     return result[0]
 
 
-@pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
+@pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized"), (3, "retokenized")])
 @pytest.mark.parametrize(("trained_only", "every"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("by", [1, 2, -1, -2])
 def test_a_shift_is_retokenized_where_it_begins_with_a_later_turn(
@@ -83,15 +82,9 @@ def test_a_shift_is_retokenized_where_it_begins_with_a_later_turn(
 ) -> None:
     cause = only(moved(conversations(0), by, turn=turn, every=every, trained_only=trained_only))
     assert cause.name == name
-    assert ("the shift begins where turn 2 begins (position 2" in cause.evidence) == (turn == 2)
+    begins = f"the shift begins where turn {turn} begins (position {2 * turn - 2}"
+    assert (begins in cause.evidence) == (turn > 1)
     assert cause.confidence > 0.9
-
-
-@pytest.mark.parametrize("by", [2, -1])
-def test_the_turn_is_the_one_it_begins_at(by: int) -> None:
-    cause = only(moved(conversations(0), by, turn=3))
-    assert cause.name == "retokenized"
-    assert "begins where turn 3 begins (position 4" in cause.evidence
 
 
 @pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
@@ -103,7 +96,6 @@ def test_every_conversation_may_be_shifted_differently(seed: int, turn: int, nam
 @pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized")])
 def test_log_probs_of_observations_may_be_zero(turn: int, name: str) -> None:
     whole = conversations(0)
-    assert whole.proximal is not None
     sides = {"behavior": whole.behavior, "proximal": whole.proximal}
     whole = replace(whole, **{side: np.where(whole.mask, logp, np.float32(0)) for side, logp in sides.items()})
     assert only(moved(whole, 2, turn=turn)).name == name
@@ -165,7 +157,6 @@ def test_a_correlation_with_the_advantage_has_the_z_of_its_spread() -> None:
     [cause] = find_drift(pairs, CONTEXT)
     assert cause.name == "stale"
     match = re.search(r"correlation ([\d.]+), z = ([\d.]+)", cause.evidence)
-    assert match is not None
     total = ratios.sum(1)
     expected = float(np.corrcoef(total, advantage)[0, 1])
     assert abs(float(match[1]) - expected) < 0.05

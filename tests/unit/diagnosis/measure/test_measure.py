@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.token_tables import ORIGIN, noisy, pieces, table, values, whole
+from tests.support.token_tables import noisy, pieces, table, values, whole
 
-from trimtab.diagnosis.measure.one_pass import Sample, measure
+from trimtab.diagnosis.measure.one_pass import Sample
 from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -63,33 +63,11 @@ def test_scatter_has_the_trainer_in_rows_and_the_sampler_in_columns() -> None:
     assert result.sum() == result[85, 25] == 1
 
 
-def test_origin_is_called_after_the_last_table() -> None:
-    calls: list[str] = []
-
-    def tables() -> Any:
-        yield DATA
-        calls.append("end")
-
-    measured = measure(tables(), lambda: (calls.append("origin"), ORIGIN)[1])
-    assert calls == ["end", "origin"]
-    assert measured.origin == replace(ORIGIN, trained=int(DATA.mask.sum()))
-
-
 def test_no_trained_token_is_an_error_in_one_line() -> None:
     with pytest.raises(TrimtabError, match="no response has a trained token: check loss_mask"):
         whole(table([[0.0, 0.0]], mask=[[False, False]]))
     with pytest.raises(TrimtabError, match="no response has a trained token"):
         whole()
-
-
-def test_untrained_responses_and_empty_chunks_are_accepted() -> None:
-    empty = pieces(DATA, [0])[0]
-    untrained = table([[0.0]], mask=[[False]])
-    assert empty.responses == 0
-    assert_same(whole(empty, *pieces(DATA, [20]), empty), DATA_AT_ONCE)
-    result = whole(untrained, table([[0.5]]))
-    assert result.size.mismatch["sequences"] == 1
-    assert result.sample.responses == 2
 
 
 def drawn(parts: list[TokenTable], tokens: int, longest: int = 1000) -> TokenTable:
@@ -111,11 +89,6 @@ def same(one: TokenTable, other: TokenTable) -> bool:
 def numbered(lengths: list[int]) -> TokenTable:
     """Every token carries the index of its response as id."""
     return table([[0.0] * length for length in lengths], ids=[[row] * length for row, length in enumerate(lengths)])
-
-
-def test_all_is_kept_where_it_fits() -> None:
-    data = noisy(0, 30)
-    assert same(drawn(pieces(data, [3, 3, 20]), tokens=data.tokens), data)
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 2, 3], [0, 150, 299], list(range(0, 300, 7))])
@@ -159,11 +132,3 @@ def test_huge_responses_are_cut_and_leave_space_for_others() -> None:
 def test_chunks_of_other_columns_are_refused() -> None:
     with pytest.raises(TrimtabError, match=r"different columns \(ids only in some\)"):
         drawn([table([[0.0]]), table([[0.0]], ids=[[1]])], tokens=10)
-
-
-def test_select_and_concat_undo_each_other() -> None:
-    data = noisy(2, 20)
-    assert same(TokenTable.concat(pieces(data, [4, 9])), data)
-    some = data.select(np.arange(20) % 2 == 1, longest=5)
-    assert np.diff(some.starts).tolist() == np.minimum(np.diff(data.starts)[1::2], 5).tolist()
-    assert values(some, "step") == values(data, "step")[1::2]

@@ -39,7 +39,6 @@ def test_the_side_that_differs_from_the_rescored_column(
         rescored=rescored,
     )
     found = rescored_sides(table)
-    assert found is not None
     assert ("other" if found.is_other_model else found.side) == side
     if not shared:
         assert found.sampler.value == pytest.approx(sampler**2 / 2, rel=0.3)

@@ -11,13 +11,8 @@ import pytest
 from tests.support.token_tables import noisy, table, values, whole
 
 from trimtab.diagnosis.measure.trained_tokens import PROBABILITY_EDGES
-from trimtab.diagnosis.measure.views import ranges
 
 TWO = math.log(2)
-
-
-def test_ranges_of_whole_numbers() -> None:
-    assert ranges([0, 1, 4, 5]) == ["0", "1-3", "4", "5 and more"]
 
 
 def test_by_probability_by_hand() -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
-from tests.support.diagnosis_example import MISMATCH, example
+from tests.support.diagnosis_example import MISMATCH, compared, example
 
-from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.output.as_text import markdown, rows, terminal_text, versions
 from trimtab.errors import Finding
-from trimtab.intervals import Interval
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
 # 15,000 tokens and 120 + 120 + 90 = 330 nats. Token 1234: 800 tokens and 160 nats. Age 2 or more: 45,000 tokens and
@@ -44,28 +42,6 @@ causes    quantized (confidence 0.94): k3 at age 0 is 1.1e-3, with log-ratios sp
 do        token-tis with weight_max=1.31: Tails are heavy per response, light per token.
           on this data it keeps 100% of the tokens, changes 1.0% of the weights, leaves ESS 0.99
 page      diagnose.html"""
-MARKDOWN = """\
-**Proven: the difference is as large as that of quantized weights (quantized, sure, confidence 0.94).**
-
-Also: The sampler used older weights than the trainer (stale, likely, confidence 0.88).
-
-First: Nothing has to be repaired; use the correction token-tis with weight\\_max=1.31.
-
-| figure | value | 95% interval | healthy |
-|---|---|---|---|
-| k3, nats per token | 4.8e-3 | 4.3e-3 to 5.4e-3 | at most 0.01 |
-| mean ratio trainer / sampler | 1.0007 | 0.9991 to 1.0024 | 0.99 to 1.01 |
-| effective sample size, tokens | 0.9878 | 0.985 to 0.99 | 0.95 to 1 |
-| Pearson r of the probabilities | 0.99641 | 0.9959 to 0.9969 | 0.95 to 1 |
-| effective sample size, responses | 0.3636 | – | 0.5 to 1 |
-
-- why quantized: k3 at age 0 is 1.1e-3, with log-ratios spread alike at all steps.
-- where: sampler probability below 0.1 (16% of the tokens, 76% of the mismatch); token 1234 (0.9% of the tokens, 37% \
-of the mismatch); age 2 or more (49% of the tokens, 79% of the mismatch)
-- read: 20 files (trimtab): 1,240 responses, 91,200 tokens, 91,000 of them trained; dropped 3 (2 lists of different \
-lengths, 1 no trained token); trainer's log-probs of the proximal policy
-- remark: 3 responses have a length of 1
-"""
 
 
 def test_the_whole_verdict_on_a_fixed_diagnosis() -> None:
@@ -107,11 +83,16 @@ def test_control_signs_of_a_file_do_not_reach_the_terminal() -> None:
     assert "causes    none stands out above the noise floor" in text
 
 
-def test_the_whole_text_on_a_fixed_diagnosis() -> None:
-    text = markdown(example())
-    assert text.startswith(MARKDOWN)
-    names = [line.partition(":")[0] for line in text.removeprefix(MARKDOWN).splitlines()]
-    assert names == ["- sampling in the files", "- run's recipe beside the files", "- versions"]
+def test_markdown_has_the_verdict_a_table_of_figures_and_what_was_read() -> None:
+    lines = markdown(example()).splitlines()
+    assert f"verdict   {lines[0].strip('*')}" == GOLDEN.splitlines()[0]
+    assert lines[4] == "First: Nothing has to be repaired; use the correction token-tis with weight\\_max=1.31."
+    table = [line for line in lines if line.startswith("|")]
+    assert table[2] == "| k3, nats per token | 4.8e-3 | 4.3e-3 to 5.4e-3 | at most 0.01 |"
+    assert table[6] == "| effective sample size, responses | 0.3636 | – | 0.5 to 1 |"
+    names = [line[2:].partition(":")[0] for line in lines if line.startswith("- ")]
+    settings = ("sampling in the files", "run's recipe beside the files", "versions")
+    assert names == ["why quantized", "where", "read", "remark", *settings]
 
 
 def test_text_of_files_becomes_no_mark() -> None:
@@ -138,18 +119,7 @@ def test_numbers_that_are_not_finite_are_dashes() -> None:
 
 
 def test_a_comparison_is_a_table_of_both_and_names_them() -> None:
-    change = Interval(2.0, 1.5, 2.5)
-    of = Comparison(
-        first=example(),
-        second=example(causes=()),
-        k3=change,
-        ratio_mean=Interval(1.0, 0.99, 1.01),
-        tail=Interval(0.2, 0.1, 0.3),
-        tails=(0.4, 0.2),
-        paired="prompt",
-        pairs=12,
-        names=("new|a.jsonl", "old.jsonl"),
-    )
+    of = compared(example(), ("new|a.jsonl", "old.jsonl"))
     lines = markdown(example(), of).splitlines()
     assert lines[0] == ("**k3 in A relative to B: 2 times (1.5 to 2.5), more than chance.**")
     both = "4.8e-3 (4.3e-3 to 5.4e-3)"

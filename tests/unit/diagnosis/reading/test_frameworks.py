@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from trimtab.errors import TrimtabError
 DATA = Path(__file__).parent / "data"
 
 
-def read(*names: str, **options: object) -> tuple[TokenTable, DataSummary]:
-    source = open_log([DATA / name for name in names], **options)  # type: ignore[arg-type]
+def read(*names: str | Path, **options: Any) -> tuple[TokenTable, DataSummary]:
+    """The one table of files or folders; names are of `data`."""
+    source = open_log([DATA / name for name in names], **options)
     (table,) = source.tables()
     return table, source.summary()
 
@@ -73,13 +73,6 @@ def test_trl_repeats_a_batch_in_each_file_and_it_counts_once() -> None:
     np.testing.assert_allclose(values(table, "advantage"), [row["advantage"] for row in one])
 
 
-def test_trl_rewards_have_the_name_of_their_function() -> None:
-    table, origin = read("trl", columns={"reward": "length"})
-    assert "reward" not in origin.missing
-    one = pq.read_table(DATA / "trl/completions_00001.parquet").to_pylist()
-    np.testing.assert_array_equal(table.reward, [row["length"] for row in one])
-
-
 def test_trl_tool_tokens_are_untrained(tmp_path: Path) -> None:
     row = {
         "prompt": "q", "completion": "a", "advantage": 0.5, "step": 1,
@@ -87,15 +80,15 @@ def test_trl_tool_tokens_are_untrained(tmp_path: Path) -> None:
         "sampling_per_token_logps": [-1.0, 0.0, 0.0, -2.0, 0.0], "old_per_token_logps": [-1.5, -9.0, -9.0, -2.0, -9.0],
     }  # fmt: skip
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    (table,) = open_log([tmp_path / "a.jsonl"]).tables()
+    table, _ = read(tmp_path)
     assert table.mask.tolist() == [True, False, False, True]
     assert table.trainer.tolist() == [-1.5, 0, 0, -2]
 
 
 def test_miles_ranks_that_hold_the_same_responses_count_once() -> None:
-    table, origin = read("miles/train_data")
+    table, origin = read("miles")  # a folder of --dump-details, of which the trainer's side is read
     first = torch.load(DATA / "miles/train_data/7_0.pt", weights_only=True)["rollout_data"]
-    assert origin.framework == "miles"
+    assert (origin.framework, origin.files) == ("miles", 3)
     assert origin.dropped == {"the same response in the file of another rank": 2}
     assert table.starts.tolist() == [0, 2, 5, 7, 10]
     assert values(table, "ids")[:5] == [10, 11, 12, 13, 14]  # the last tokens: `tokens` begins with the prompt 1 2 3
@@ -103,12 +96,12 @@ def test_miles_ranks_that_hold_the_same_responses_count_once() -> None:
     np.testing.assert_array_equal(table.trainer[:2], first["log_probs"][0].numpy())
     assert values(table, "group") == [0, 0, 1, 1]  # of the prompts 1 2 3 and 4 5
     assert values(table, "version") == [4, 4, 3, 3, 3, 4, 4, 3, 3, 3]
+    # Versions count from the newest of the step.
+    assert values(table, "proximal_version") == [4] * 4
+    assert values(table, "age") == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert origin.assumes_current
     assert "oldest" in origin.findings[0].text
     assert values(table, "step") == [7] * 4
-
-
-def test_a_folder_of_dump_details_is_read_on_the_trainers_side() -> None:
-    assert read("miles")[1].files == 3
 
 
 def miles_rank(path: Path, **changes: Any) -> None:
@@ -122,15 +115,14 @@ def miles_rank(path: Path, **changes: Any) -> None:
 def test_miles_ranks_without_the_trainers_side_are_left_out(tmp_path: Path) -> None:
     miles_rank(tmp_path / "7_1.pt")
     miles_rank(tmp_path / "7_0.pt", log_probs=None)
-    source = open_log([tmp_path])
-    assert sum(table.responses for table in source.tables()) == 2
-    assert "files left out: 1 without the trainer's log-probs" in source.summary().findings[0].text
+    table, origin = read(tmp_path)
+    assert table.responses == 2
+    assert "files left out: 1 without the trainer's log-probs" in origin.findings[0].text
 
 
 def test_miles_samples_may_name_one_version_each(tmp_path: Path) -> None:
     miles_rank(tmp_path / "7_0.pt", weight_versions=None, weight_version=[6, 5])
-    (table,) = open_log([tmp_path]).tables()
-    assert values(table, "version") == [6, 6, 5, 5, 5]
+    assert values(read(tmp_path)[0], "version") == [6, 6, 5, 5, 5]
 
 
 def test_miles_context_parallel_shards_are_refused(tmp_path: Path) -> None:
@@ -168,7 +160,7 @@ def test_prime_rl_tokens_without_weight_in_the_rl_loss_are_untrained(tmp_path: P
            "inference_logprobs": [0, 0, -1, -2], "trainer_logprobs": [0, -5, -1, -2],
            "rl_weights": [0, 0, 1, None]}  # fmt: skip
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
-    (table,) = open_log([tmp_path]).tables()
+    table, _ = read(tmp_path)
     assert values(table, "ids") == [3, 4]
     assert table.mask.all()
 
@@ -231,7 +223,6 @@ def masking_run(folder: Path, share: float) -> Path:
 def test_responses_that_nemo_rl_masks_for_their_mismatch_are_counted_and_measured(tmp_path: Path) -> None:
     diagnosis = diagnose(masking_run(tmp_path, 0.71))
     masked = diagnosis.measured.origin.masked
-    assert masked is not None
     assert (masked.responses, masked.share) == (71, 0.71)
     # Log-ratios of 1 and of -1, about as often: cosh(1) - 1 = .543, standard deviation .0074 by their balance.
     assert abs(masked.k3 - 0.543) < 0.037
@@ -261,20 +252,17 @@ def test_nemo_rl_dynamic_sampling_trains_on_filtered_rewards(tmp_path: Path) -> 
     ]
     rows.append({name: [] for name in rows[0]} | {"rewards": [0.0], "idx": 3})
     (tmp_path / "train_data_step7.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = open_log([tmp_path])
-    (table,) = source.tables()
+    table, origin = read(tmp_path)
     assert values(table, "reward") == [1, 0, 1]
-    assert source.summary().dropped == {"no tokens": 1}
+    assert origin.dropped == {"no tokens": 1}
 
 
 def test_nemo_rl_without_the_trainers_forward_names_the_option(tmp_path: Path) -> None:
     rows = [row | {"prev_logprobs": [0.0] * len(row["token_ids"])} for row in nemo_rl_rows(1)]
     text = "".join(json.dumps({name: [value] for name, value in row.items()}) + "\n" for row in rows)
     (tmp_path / "train_data_step1.jsonl").write_text(text)
-    source = open_log([tmp_path])
-    list(source.tables())
     with pytest.raises(TrimtabError, match=r"prev_logprobs is 0 at every trained token.*force_on_policy_ratio"):
-        source.summary()
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["trl", "verl/3.jsonl", "nemo-rl"])
@@ -282,7 +270,6 @@ def test_tokens_of_a_synchronous_trainer_are_of_age_0(name: str) -> None:
     table, origin = read(name)
     step = np.zeros(table.responses) if table.step is None else table.step
     assert origin.assumes_current
-    assert table.age is not None
     assert not table.age.any()
     np.testing.assert_array_equal(table.proximal_version, step)
     assert {"policy_version", "proximal_version"} <= origin.missing.keys()
@@ -309,9 +296,8 @@ def test_versions_that_were_added_to_a_framework_s_files_are_read(name: str, tmp
         row |= {"policy_version": [3] if wrapped else 3, "proximal_version": [5] if wrapped else 5}
     file = tmp_path / f"{path.stem}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = open_log([file])
-    (table,) = source.tables()
-    assert not source.summary().assumes_current
+    table, origin = read(file)
+    assert not origin.assumes_current
     assert set(values(table, "age")) == {2}
 
 
@@ -320,13 +306,6 @@ def test_tokens_of_asynchronous_and_of_unknown_trainers_have_no_age(name: str) -
     table, origin = read(name)
     assert table.age is None
     assert not origin.assumes_current
-
-
-def test_versions_of_miles_count_from_the_newest_of_the_step() -> None:
-    table, origin = read("miles/train_data")
-    assert origin.assumes_current
-    assert values(table, "proximal_version") == [4] * 4
-    assert values(table, "age") == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1]
 
 
 def refusal(paths: list[Path], framework: str | None = None) -> str:
@@ -343,6 +322,7 @@ def refusal(paths: list[Path], framework: str | None = None) -> str:
         ("trl-text", "sampling_per_token_logps", "vllm_importance_sampling_correction"),
         ("nemo-rl/val_data_step2.jsonl", "logp_behavior", "--columns"),
         ("miles/rollout_data", "log_probs", "--dump-details DIR, without --use-rollout-logprobs"),
+        ("open-instruct/run_rollouts_000000.jsonl", "trainer_logprobs", "--save_trainer_logprobs true"),
     ],
 )
 def test_a_dump_without_log_probs_names_the_option_that_gives_them(name: str, lacks: str, way: str) -> None:
@@ -382,43 +362,6 @@ def test_another_framework_is_refused(names: tuple[str, ...], framework: str | N
     assert re.search(message, refusal([DATA / name for name in names], framework))
 
 
-def test_a_dump_in_trimtabs_own_columns_needs_no_more_than_log_probs(tmp_path: Path) -> None:
-    """What adapters write for trainers without a layout of their own: a file for each step, null for the unknown."""
-    for step in (3, 4):
-        known = {
-            "step": step, "response_ids": [7, 8, 9], "logp_behavior": [-1.0, None, -0.5],
-            "logp_proximal": [-1.25, None, -0.5], "loss_mask": [1, 0, 1], "advantage": 0.5, "reward": None,
-            "policy_version": None, "group": None, "entropy": None,
-        }  # fmt: skip
-        rows = [
-            known,
-            known | {"response_ids": [5], "logp_behavior": [-2.0], "logp_proximal": [-2.0], "loss_mask": [1]},
-        ]
-        (tmp_path / f"step-{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = open_log([tmp_path])
-    (table,) = source.tables()
-    origin = source.summary()
-    assert (origin.framework, origin.anchor, origin.dropped) == ("trimtab", "proximal", {})
-    assert {"reward", "policy_version", "group", "entropy"} <= origin.missing.keys()
-    assert origin.findings == ()
-    assert table.mask.tolist() == [True, False, True, True] * 2
-    assert table.trainer.tolist() == [-1.25, 0, -0.5, -2] * 2
-    assert values(table, "step") == [3, 3, 4, 4]
-
-
-def test_a_value_missing_in_some_rows_only_is_counted(tmp_path: Path) -> None:
-    row = {"logp_behavior": [-1.0], "logp_current": [-1.5], "reward": 1.0, "advantage": [0.5]}
-    rows = [row, row | {"reward": None}, row | {"logp_current": [None]}, row | {"logp_current": None}]
-    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = open_log([tmp_path])
-    (table,) = source.tables()
-    origin = source.summary()
-    assert (origin.anchor, table.responses) == ("current", 2)
-    assert origin.dropped == {"no logp_current": 1, "no finite log-prob at any trained token": 1}
-    assert origin.nonfinite == {"logp_current nan": 1}
-    assert "reward is not a finite number in 1 of 2 responses" in [found.text for found in origin.findings]
-
-
 NAME = "run_trainer_logprobs_step000003_rank0000{}.jsonl"
 WHOLE = DATA / "open-instruct-one/run_trainer_logprobs_step000003.jsonl"
 
@@ -426,15 +369,6 @@ WHOLE = DATA / "open-instruct-one/run_trainer_logprobs_step000003.jsonl"
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DATA / "open-instruct", tmp_path / "run"))
-
-
-def changed_open_instruct(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Copies `WHOLE` with each record changed."""
-    records = [json.loads(line) for line in WHOLE.read_text().splitlines()]
-    for record in records:
-        change(record)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def test_packed_rows_are_read_one_sequence_at_a_time() -> None:
@@ -469,15 +403,14 @@ def test_slices_of_compact_json_are_joined(run: Path) -> None:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         rows = [dict(sorted(row.items(), key=lambda item: item[0] == "sp_size")) for row in rows]  # as the last key
         path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
-    source = open_log([run])
-    assert sum(table.responses for table in source.tables()) == 4
-    assert source.summary().dropped == {}
+    table, origin = read(run)
+    assert (table.responses, origin.dropped) == (4, {})
 
 
 def test_one_rank_stands_for_all_of_its_rows(run: Path) -> None:
     for ranks in ((3,), (2, 3), (3, 2)):
-        source = open_log([run / NAME.format(rank) for rank in ranks])
-        assert [values(table, "ids") for table in source.tables()] == [[50, 51, 52, 53, 60, 61, 62]]
+        table, _ = read(*(run / NAME.format(rank) for rank in ranks))
+        assert values(table, "ids") == [50, 51, 52, 53, 60, 61, 62]
     (run / NAME.format(2)).unlink()
     with pytest.raises(TrimtabError, match=r"no file .*rank00002\.jsonl"):
         open_log([run])
@@ -488,12 +421,9 @@ def test_a_row_of_which_a_slice_is_missing_is_counted(run: Path) -> None:
         path = run / NAME.format(rank)
         text = path.read_text()
         path.write_text(text + (text if rank == 0 else text[:100]))  # the run was killed here
-    source = open_log([run])
-    assert sum(table.responses for table in source.tables()) == 4
-    assert source.summary().dropped == {
-        "unfinished last line": 1,
-        "its slice in the file of another rank is missing": 1,
-    }
+    table, origin = read(run)
+    assert table.responses == 4
+    assert origin.dropped == {"unfinished last line": 1, "its slice in the file of another rank is missing": 1}
 
 
 def test_rows_of_a_batch_are_told_apart(tmp_path: Path) -> None:
@@ -507,9 +437,8 @@ def test_rows_of_a_batch_are_told_apart(tmp_path: Path) -> None:
     }  # fmt: skip
     record |= {f"{name}_shape": [2, 3] for name, value in list(record.items()) if isinstance(value, list)}
     (tmp_path / "r_trainer_logprobs_step000005.jsonl").write_text(json.dumps(record) + "\n")
-    source = open_log([tmp_path])
-    (table,) = source.tables()
-    assert source.summary().dropped == {}
+    table, origin = read(tmp_path)
+    assert origin.dropped == {}
     assert table.starts.tolist() == [0, 2, 3]
     assert table.trainer.tolist() == [-1.5, -2.0, -3.5]
     # The trainer of step 5 has the weights of step 4; those sampled with "5" are the first ones of a resumed run.
@@ -530,24 +459,10 @@ def test_rows_of_a_batch_are_told_apart(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_row_is_dropped_and_counted(tmp_path: Path, name: str, value: Any, reason: str) -> None:
-    def damage(record: dict[str, Any]) -> None:
-        if 30 in record["token_ids"]:
-            record[name] = value
-
-    source = open_log([changed_open_instruct(tmp_path / WHOLE.name, damage)])
-    assert sum(table.responses for table in source.tables()) == 2
-    assert source.counts.dropped == {reason: 1 if "list" in reason or "slice" in reason else 2}  # rows, or sequences
-
-
-def test_one_side_is_refused(tmp_path: Path) -> None:
-    message = refusal([DATA / "open-instruct/run_rollouts_000000.jsonl"])
-    assert "no logp_proximal, the trainer's log-probs (open-instruct calls it trainer_logprobs)" in message
-    assert "--save_trainer_logprobs true" in message
-
-    def older(record: dict[str, Any]) -> None:  # before May 2026
-        for name in list(record):
-            if name not in ("step", "sample_idx", "sp_size", "trainer_logprobs", "response_mask"):
-                del record[name]
-
-    message = refusal([changed_open_instruct(tmp_path / WHOLE.name, older)])
-    assert "no logp_behavior, the sampler's log-probs (open-instruct calls it vllm_logprobs)" in message
+    records = [json.loads(line) for line in WHOLE.read_text().splitlines()]
+    [damaged] = [record for record in records if 30 in record["token_ids"]]
+    damaged[name] = value
+    (tmp_path / WHOLE.name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    table, origin = read(tmp_path)
+    assert table.responses == 2
+    assert origin.dropped == {reason: 1 if "list" in reason or "slice" in reason else 2}  # rows, or sequences

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.support.token_tables import values
-from tests.support.trajectories import multi_turn
+from tests.support.trajectories import multi_turn, trajectory
+from tests.unit.diagnosis.reading.test_bad_input import read, refused
 
 from trimtab.cli.diagnose import Framework
 from trimtab.diagnosis.pipeline import diagnose
@@ -60,9 +61,7 @@ def arrays(table: TokenTable) -> dict[str, np.ndarray]:
 
 def test_every_column_is_read(tmp_path: Path) -> None:
     data = rows(6)
-    source = open_log([write_parquet(tmp_path / "a.parquet", data)])
-    (table,) = source.tables()
-    origin = source.summary()
+    (table,), origin = read(write_parquet(tmp_path / "a.parquet", data))
 
     def flat(name: str) -> list[Any]:
         return [value for row in data for value in row[name]]
@@ -111,42 +110,19 @@ def test_a_run_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
 
 
 def test_the_trainers_own_files_are_read(tmp_path: Path) -> None:
-    from trimtab.runs import trajectories
-    from trimtab.types import Completion, Problem, Prompt, SamplingParams, Trajectory
-
-    def row(external: bool) -> trajectories.Row:
-        logps = np.array([-1.0, -2.0], np.float32)
-        completion = Completion(
-            response_ids=np.array([3, 4]), logp_behavior=logps, policy_version=np.array([0, 0]), finish_reason="stop",
-            text="ab", entropy=None if external else logps * -1,
-        )  # fmt: skip
-        trajectory = Trajectory(
-            prompt=Prompt(Problem("q", "?", "!"), "?", np.array([1])), group=0, completion=completion,
-            sampling=SamplingParams(max_tokens=2), loss_mask=np.array([True, True]), reward=1.0, rewards={},
-            off_policy=external,
-        )  # fmt: skip
-        return trajectories.Row(trajectory, logp_current=logps + 0.5)
-
-    trajectories.write(tmp_path / "step-1.parquet", [row(False), row(True), row(False)], step=1)
-    source = open_log([tmp_path / "step-1.parquet"])
-    (table,) = source.tables()
+    plain, current = trajectory(0, [3, 4]), np.array([-0.5, -1.5], np.float32)
+    rows = [Row(one, logp_current=current) for one in (plain, replace(plain, off_policy=True), plain)]
+    trajectories.write(tmp_path / "step-1.parquet", rows, step=1)
+    (table,), origin = read(tmp_path / "step-1.parquet")
     assert table.trainer.tolist() == [-0.5, -1.5, -0.5, -1.5]
-    origin = source.summary()
     assert origin.anchor == "current"
     assert origin.dropped == {"external trace (off_policy)": 1}
-    assert origin.missing.keys() == {"proximal_version", "advantage"}
+    assert origin.missing.keys() >= {"proximal_version", "advantage"}
 
 
 def test_columns_can_be_named_and_left_out(tmp_path: Path) -> None:
-    data = [
-        {
-            "rollout_lp": [-1.0, -2.0, -3.0],
-            "train_lp": [-1.5, -2.0, -3.0],
-            "m": [1, 0, 1],
-            "toks": [9, 9, 1, 2, 3],
-            "n": 3,
-        }
-    ]
+    row = {"rollout_lp": [-1.0, -2.0, -3.0], "train_lp": [-1.5, -2.0, -3.0], "m": [1, 0, 1]}
+    data = [row | {"toks": [9, 9, 1, 2, 3], "n": 3}]
     for path in (write_parquet(tmp_path / "a.parquet", data), write_lines(tmp_path / "a.jsonl", data)):
         columns = {"logp_behavior": "rollout_lp", "logp_proximal": "train_lp", "loss_mask": "m"}
         source = open_log([path], columns=columns | {"response_ids": "toks", "response_length": "n"})
@@ -179,13 +155,6 @@ def test_a_wrong_mapping_lists_the_available_columns(tmp_path: Path, columns: di
         open_log([write_parquet(tmp_path / "a.parquet", rows(1))], columns=columns)
 
 
-def test_a_similar_column_name_is_suggested(tmp_path: Path) -> None:
-    (row,) = rows(1)
-    row["logp_behaviour"] = row.pop("logp_behavior")
-    with pytest.raises(TrimtabError, match=r"has no logp_behavior, .*did you mean 'logp_behaviour'\?.*--columns"):
-        open_log([write_lines(tmp_path / "a.jsonl", [row])])
-
-
 def test_a_file_named_by_two_paths_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file, rows(4))
@@ -213,32 +182,27 @@ def test_a_column_of_tokens_without_any_value_is_left_out(tmp_path: Path, role: 
 @pytest.mark.parametrize("role", ["step", "proximal_version", "reward", "advantage", "prompt_id", "turn"])
 def test_a_column_of_responses_without_any_value_refuses_nothing(tmp_path: Path, role: str) -> None:
     data = [{**row, role: None} for row in rows(30)]
-    log = open_log([write_parquet(tmp_path / "a.parquet", data)])
-    list(log.tables())
-    assert log.summary().responses == 30
+    _, origin = read(write_parquet(tmp_path / "a.parquet", data))
+    assert origin.responses == 30
     kind = "not a number" if role in ("reward", "advantage") else "columns"
-    assert [one.name for one in log.summary().findings] == ([] if role == "prompt_id" else [kind])
+    assert [one.name for one in origin.findings] == ([] if role == "prompt_id" else [kind])
 
 
 def test_two_columns_without_any_value_are_left_out_and_those_with_some_values_named(tmp_path: Path) -> None:
     data = [{**row, "logp_proximal": None, "logp_current": row["logp_proximal"], "turn": None} for row in rows(30)]
-    log = open_log([write_parquet(tmp_path / "a.parquet", data)])
-    list(log.tables())
-    assert (log.summary().responses, log.summary().anchor) == (30, "current")
+    _, origin = read(write_parquet(tmp_path / "a.parquet", data))
+    assert (origin.responses, origin.anchor) == (30, "current")
     some = [{**row, "logp_rescored": None, "loss_mask": row["loss_mask"]} for row in rows(2)]
     some[0] |= {"logp_rescored": some[0]["logp_behavior"], "loss_mask": [False] * len(some[0]["loss_mask"])}
-    log = open_log([write_lines(tmp_path / "b.jsonl", some)])
-    list(log.tables())
-    with pytest.raises(TrimtabError, match=r"no logp_rescored .* is left out with --columns logp_rescored=\)$"):
-        log.summary()
+    message = refused(write_lines(tmp_path / "b.jsonl", some))
+    assert "no logp_rescored " in message
+    assert message.endswith(" is left out with --columns logp_rescored=)")
 
 
 @pytest.mark.parametrize("role", ["logp_behavior", "logp_proximal", "loss_mask"])
 def test_a_needed_column_without_any_value_refuses_the_file(tmp_path: Path, role: str) -> None:
-    log = open_log([write_parquet(tmp_path / "a.parquet", [{**row, role: None} for row in rows(30)])])
-    list(log.tables())
-    with pytest.raises(TrimtabError, match=f"nothing to diagnose in .*30 x no {role}"):
-        log.summary()
+    path = write_parquet(tmp_path / "a.parquet", [{**row, role: None} for row in rows(30)])
+    assert f"30 x no {role}" in refused(path)
 
 
 def turn_rows(count: int = 30) -> list[Row]:
@@ -262,24 +226,22 @@ def test_trajectory_files_of_several_turns_are_read(tmp_path: Path) -> None:
 
 
 def test_nulls_at_observations_are_accepted_in_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    line = {
-        "logp_behavior": [-1.0, None, -1.0],
-        "logp_proximal": [-1.1, None, -1.3],
-        "entropy": [0.5, None, 0.5],
-        "loss_mask": [1, 0, 1],
-        "turn": [0, 0, 1],
-    }
-    path.write_text("\n".join(json.dumps(line) for _ in range(20)))
+    line = {"logp_behavior": [-1.0, None, -1.0], "logp_proximal": [-1.1, None, -1.3], "entropy": [0.5, None, 0.5]}
+    line |= {"loss_mask": [1, 0, 1], "turn": [0, 0, 1]}
+    line |= dict.fromkeys(("reward", "policy_version", "group"))  # as adapters write what they do not know
+    path = write_lines(tmp_path / "rollouts.jsonl", [line] * 20)
+    (table,), origin = read(path)
+    assert origin.findings == ()
+    assert {"reward", "policy_version", "group"} <= origin.missing.keys()
+    assert table.trainer.tolist() == [np.float32(-1.1), 0, np.float32(-1.3)] * 20
     diagnosis = diagnose(path).measured
     assert (diagnosis.origin.responses, diagnosis.origin.trained, dict(diagnosis.origin.nonfinite)) == (20, 40, {})
     assert diagnosis.views["turn-number"].count.tolist() == [20, 20]
 
 
 def test_negative_turns_are_dropped_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
     good = {"logp_behavior": [-1.0, -1.0], "logp_proximal": [-1.0, -1.1], "turn": [0, 1]}
-    path.write_text("\n".join(json.dumps(line) for line in (good, {**good, "turn": [-1, 0]})))
+    path = write_lines(tmp_path / "rollouts.jsonl", [good, good | {"turn": [-1, 0]}])
     assert dict(diagnose(path).measured.origin.dropped) == {"turn is negative": 1}
 
 
