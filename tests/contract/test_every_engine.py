@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import After, prompts, tokens
+from tests.support.engines import After, processed, prompts, tokens
 from tests.support.every_engine import CHECKER, ENGINES, STOPS, Subject
 from tests.support.turns import FailingTurns, ScriptedTurns
 
@@ -66,6 +67,22 @@ def test_equal_calls_give_equal_tokens(subject: Subject) -> None:
         assert one.policy_version.tolist() == [1] * len(one.response_ids)
         assert (one.logp_behavior <= 0).all()
         assert np.isfinite(one.logp_behavior).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_published_weights(subject: Subject, temperature: float) -> None:
+    """After a second publication too, when the prompts may be cached under the first one, and in every turn."""
+    asked, sampling = prompts([5, 40]), replace(STOPS, temperature=temperature, max_tokens=20)
+    for seed in (0, 1):
+        subject.publish(seed, seed)
+        groups = subject.engine.generate(asked, SAMPLES, sampling, seed=3, turns=ScriptedTurns(20))
+        assert max(int(one.turn[-1]) for one in chain(*groups)) > 0
+        for prompt, group in zip(asked, groups, strict=True):
+            for one in group:
+                exact = processed(subject.model(seed), prompt, one, sampling).numpy()
+                chosen = np.take_along_axis(exact, one.response_ids[:, None], 1)[:, 0]
+                np.testing.assert_allclose(one.logp_behavior[one.sampled], chosen[one.sampled], atol=2e-4)
+                assert one.logp_behavior.flags.writeable
 
 
 def test_a_prefill_scores_what_was_decoded(subject: Subject) -> None:

@@ -23,7 +23,6 @@ from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.cluster.actors import ActorSlots, connect, reserve_slots
 from trimtab.trainer.cluster.ray_transport import HEARTBEAT_INTERVAL, WeightPublisher, build_engines
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.engines.local_engine import build_engine
 from trimtab.trainer.engines.weight_transfer import share
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rollout.prompts import PromptStream
@@ -94,28 +93,6 @@ def rows(groups: Any) -> list[tuple[list[int], list[float], list[int], str]]:
         for group in groups
         for c in group
     ]
-
-
-def test_an_actor_samples_what_the_same_engine_samples_here(engines, prompts, model, config) -> None:
-    here = build_engine(config, model[1])
-    for version, scale in ((3, 1.0), (4, 1.5)):
-        here.update_weights(weights(model, scale), version)
-        shared = share(weights(model, scale))
-        for engine in engines:
-            before = engine.decoded_tokens, engine.prefilled_tokens
-            engine.update_weights(shared, version)
-            there = engine.generate(prompts, 3, SAMPLING, seed=5)
-            at = here.decoded_tokens, here.prefilled_tokens
-            assert rows(there) == rows(here.generate(prompts, 3, SAMPLING, seed=5))
-            assert {v for _, _, versions, _ in rows(there) for v in versions} == {version}
-            assert (engine.decoded_tokens - before[0], engine.prefilled_tokens - before[1]) == (
-                here.decoded_tokens - at[0],
-                here.prefilled_tokens - at[1],
-            )
-            assert all(c.logp_behavior.flags.writeable for group in there for c in group)
-    result = dict(engines[0].named_weights())
-    assert result.keys() == dict(here.named_weights()).keys()
-    assert all(torch.equal(result[name], weight) for name, weight in here.named_weights())
 
 
 def test_one_publication_is_stored_once_for_all_engines(seats, model) -> None:  # noqa: ARG001  # connected
