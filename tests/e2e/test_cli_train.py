@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.commands import ENVIRONMENT, command, here
+from tests.support.commands import here
 from tests.support.run_results import undocumented
 
 from trimtab.intervals import wilson
@@ -101,30 +98,6 @@ def test_the_problems_that_are_named_are_those_that_were_used(place: Path, tmp_p
     first, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert (first["eval/sort/problems"], f"{first['eval/sort/before']:.3f}") == (12, before)
     assert (last["eval/sort/problems"], f"{last['eval/sort/greedy']:.3f}") == (12, after)
-
-
-def test_control_c_says_how_to_continue_and_that_works(place: Path, tmp_path: Path) -> None:
-    words = ["train", "small.toml", "--set", "trainer.steps=400", "--out", str(tmp_path / "a run")]
-    started = subprocess.Popen(
-        command(*words), cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert started.stdout is not None
-    for line in started.stdout:
-        if line.startswith("step 2/"):
-            break
-    started.send_signal(signal.SIGINT)
-    _, errors = started.communicate(timeout=120)
-    assert started.returncode == 130, errors
-    last = errors.splitlines()[-1]
-    assert last.startswith("trimtab: interrupted; continue with: trimtab train small.toml")
-    assert "Traceback" not in errors
-
-    again = shlex.split(last.partition("continue with: ")[2])
-    assert again[0] == "trimtab"
-    reached = len(read_run(tmp_path / "a run").rows)
-    resumed = here(*again[1:], f"--set=trainer.steps={reached + 2}", cwd=place)
-    first = next(line for line in resumed.stdout.splitlines() if line.startswith("step "))
-    assert 2 <= int(first.split()[1].partition("/")[0]) <= reached + 1, "it went on, it did not start over"
 
 
 def test_every_key_a_real_run_logs_is_documented(place: Path) -> None:

@@ -280,13 +280,6 @@ def test_killed_while_publishing(engine: RemoteEngine, monkeypatch: pytest.Monke
     assert [copy.close.alive for copy in copies] == [False, False]  # though the error, and its frames, are still held
 
 
-def test_it_says_how_the_process_ended(engine: RemoteEngine) -> None:
-    os.kill(engine.transport.pid, signal.SIGTERM)
-    assert gone(engine.transport.pid)
-    with pytest.raises(EngineDeadError, match="killed by SIGTERM"):
-        engine.named_weights()
-
-
 @pytest.mark.parametrize("state", ["busy", "forked"])
 def test_the_child_ends_with_its_parent(folder: Path, state: str) -> None:
     script = Path(__file__).parents[1] / "programs" / "worker_parent.py"
