@@ -38,7 +38,7 @@ name = "token-tis"
 dtype = "float32"
 
 [optim]
-lr = 1e-4
+lr = 1e-3
 
 [trainer]
 steps = 4
@@ -47,9 +47,12 @@ samples = 4
 
 [eval]
 problems = 16
+every = 1
+best = "eval/sort/greedy"
 
 [checkpoint]
 every = 1
+keep = 4
 """
 
 
@@ -116,13 +119,24 @@ def test_resume_takes_an_older_checkpoint_where_the_newest_is_damaged(place: Pat
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
-    done = here("eval", "runs/small", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
+def test_a_run_its_checkpoints_and_its_best_are_evaluated_like_models(place: Path) -> None:
+    steps = [f"runs/small/checkpoints/step-{step:06d}" for step in (1, 2, 3, 4)]
+    done = here("eval", "runs/small", *steps, "--problems", "16", "--dtype", "float32", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
-    [result] = json.loads(done.stdout)["results"]
-    assert (result["task"], result["problems"], result["samples"]) == ("sort", 16, 1)
-    # The same 16 problems, the same weights, both greedy in fp32: the trainer's own last measurement.
-    assert result["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
+    results = json.loads(done.stdout)["results"]
+    assert {(one["task"], one["problems"], one["samples"]) for one in results} == {("sort", 16, 1)}
+    accuracy = {one["model"]: one["accuracy"] for one in results}
+    # The same 16 problems, the same weights, both greedy in fp32: the trainer's own measurements.
+    logged = [row["eval/sort/greedy"] for row in read_run(place / "runs/small").rows]
+    assert [accuracy[name] for name in steps] == logged
+    assert accuracy["runs/small"] == logged[-1]
+    assert len(set(logged)) > 1, "the checkpoints differ, so naming the wrong one would show"
+    best = here("eval", "runs/small", "--which", "best", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
+    [result] = json.loads(best.stdout)["results"]
+    assert (result["model"], result["accuracy"]) == ("runs/small (best)", max(logged))
+    absent = here("eval", "runs/small/checkpoints/step-000009", cwd=place)
+    assert (absent.returncode, len(absent.stderr.splitlines())) == (2, 1)
+    assert "step-000009" in absent.stderr
 
 
 def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
@@ -132,15 +146,6 @@ def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
     done = here("eval", "model", *words, cwd=place)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["results"][0]["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
-
-
-def test_two_runs_are_compared(place: Path, tmp_path: Path) -> None:
-    second = here("train", "small.toml", "--set", "objective.name=dapo", "--out", "runs/dapo", cwd=place)
-    assert second.returncode == 0, second.stderr
-    done = here("report", "runs/small", "runs/dapo", "--out", str(tmp_path), cwd=place)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"report: {tmp_path / 'report.html'}\n"
-    assert "token-tis against dapo" in (tmp_path / "report.html").read_text()
 
 
 def test_a_warm_start_is_a_model(place: Path) -> None:

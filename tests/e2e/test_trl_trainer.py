@@ -103,20 +103,12 @@ def test_lost_weights_are_called_lost_because_trl_sends_them_before_every_genera
     found = run("lost")
     assert ["undelivered", "fail"] in found["alarms"]
     assert found["next"].startswith("compare the weights in the sampler with the trainer's: a checksum")
-    dumped = tmp_path / "logps"
-    of_trl = [json.loads(line) for file in sorted(dumped.iterdir()) for line in file.open()]
-    names = {"response_ids": "completion_ids", "loss_mask": "completion_mask", "step": "step"}
-    names |= {"logp_behavior": "sampling_per_token_logps", "logp_proximal": "old_per_token_logps"}
-    assumed = tmp_path / "trl.jsonl"
-    assumed.write_text("\n".join(json.dumps({names[key]: row[key] for key in names}) for row in of_trl))
-    for path, columns, sentence in (
-        (dumped, (), "(undelivered, sure, confidence 0.95)."),
-        (assumed, (), "(undelivered, possible, confidence 0.65)."),
-        (dumped, ("policy_version=",), "either the sampler lags on purpose, or new weights do not arrive (stale, "),
-        (assumed, ("policy_version=",), "either the sampler lags on purpose, or new weights do not arrive (stale, "),
+    for columns, sentence in (
+        ((), "(undelivered, sure, confidence 0.95)."),
+        (("--columns", "policy_version="), "either the sampler lags on purpose, or new weights do not arrive (stale, "),
     ):
-        options = [part for column in columns for part in ("--columns", column)]
-        assert main.run(["diagnose", str(path), *options, "--out", str(tmp_path / "page.html")]) == 0
+        words = ["diagnose", str(tmp_path / "logps"), *columns, "--out", str(tmp_path / "page.html")]
+        assert main.run(words) == 0
         assert sentence in capsys.readouterr().out
 
 
