@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.engines import forward_logps
 
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
-from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.slow  # the bundled model, half a minute
@@ -38,15 +38,7 @@ def continued(loaded: LoadedModel, prompts: list[Prompt], dtype: torch.dtype) ->
     before = engine.prefilled_tokens
     out = engine.generate(prompts, 4, SAMPLING, seed=1, prefixes=prefixes)
     assert engine.prefilled_tokens - before == sum(len(one.ids) for one in prompts) + 3 * (5 + 11)
-    return out, exact_logps(loaded, prompts, out)
-
-
-def exact_logps(loaded: LoadedModel, prompts: list[Prompt], groups: list[list[Completion]]) -> Any:
-    rows = [completion.response_ids for completion in chain(*groups)]
-    owners = [p for p, group in enumerate(groups) for _ in group]
-    batch = TokenBatch.pack([one.ids for one in prompts], rows, owners, pad_id=0)
-    with torch.no_grad():
-        return score(loaded.model, batch).logp.numpy()
+    return out, forward_logps(loaded.model, prompts, out)
 
 
 def test_float32_continuations_equal_a_full_forward(loaded: LoadedModel, prompts: list[Prompt]) -> None:

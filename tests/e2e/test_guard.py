@@ -18,15 +18,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.support.faulty_engines import LosesWeights, Wrapped
-from tests.support.run_results import Messages, untimed
+from tests.support.run_results import Messages, untimed, weights
 from torch import Tensor
 
 from trimtab.cli.main import run
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import CONFIG, METRICS, checkpoint_folder, list_checkpoints
+from trimtab.runs.layout import CONFIG, METRICS, checkpoint_folder
 from trimtab.trainer import tasks
 from trimtab.trainer.checkpoint import snapshot, store
 from trimtab.trainer.config import Config, load_config
@@ -47,10 +46,6 @@ COLLAPSES = ("optim.lr=4e-3", "optim.warmup=0")
 
 def recipe(*overrides: str) -> Config:
     return load_config("laboratory", ('unset=["objective"]', *SMALL, *overrides))
-
-
-def weights(out: Path) -> dict[str, Tensor]:
-    return load_file(list_checkpoints(out / "checkpoints")[-1] / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
