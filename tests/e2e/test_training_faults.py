@@ -13,7 +13,6 @@ import torch
 from tests.support.run_results import Messages
 from torch import Tensor
 
-import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.report.health import health
 from trimtab.runs.directory import read_metrics
@@ -120,15 +119,6 @@ def test_a_failing_reward_costs_its_sample_and_is_counted(tmp_path: Path) -> Non
     assert sum(row["reward/failed"] for row in rows) > 0
     assert all(row["trajectories/consumed"] + row["trajectories/dropped"] == 32 for row in rows)
     assert any("no zeros please" in line for line in notes.lines)
-
-
-def test_training_from_python_with_a_function(tmp_path: Path) -> None:
-    def reward(completion: str, problem: trimtab.types.Problem) -> float:
-        return sum(a == b for a, b in zip(completion, problem.answer, strict=False)) / len(problem.answer)
-
-    result = trimtab.train(recipe(), reward=reward, out=tmp_path / "run")
-    assert (result.run / "report.html").stat().st_size > 10_000
-    assert 0.0 < result.metrics["reward/mean"] < 1.0
 
 
 def test_the_kl_anchor_is_the_initial_model(tmp_path: Path) -> None:
