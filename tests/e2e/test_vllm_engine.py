@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -82,31 +82,31 @@ def test_what_cannot_be_sampled_is_refused(engine: Any) -> None:
             engine.generate(prompts([5]), 1, sampling, seed=0)
 
 
-def test_keep_sets_travel_with_their_tokens(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM returns them on GPUs only: here they are put into its answers."""
-    real, sampling = stepped_runner.to_delta, SamplingParams(top_k=5, max_tokens=6, ignore_stop=True)
+@pytest.fixture
+def masks(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes the engine ask for keep sets; the call puts some into vLLM's answers, which returns them on GPUs only."""
+    real = stepped_runner.to_delta
+    wanted = engine._config.vllm.model_copy(update={"sampling_mask": True})
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"vllm": wanted}))
 
     def masked(output: Any) -> stepped_runner.TokenDelta:
         result = real(output)
         return dataclasses.replace(result, kept=[[90, int(token), 2] for token in result.ids])
 
-    wanted = engine._config.vllm.model_copy(update={"sampling_mask": True})
-    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"vllm": wanted}))
+    return lambda: monkeypatch.setattr(stepped_runner, "to_delta", masked)
+
+
+def test_keep_sets_travel_with_their_tokens(engine: Any, masks: Callable[[], None]) -> None:
+    sampling = SamplingParams(top_k=5, max_tokens=6, ignore_stop=True)
     with pytest.raises(TrimtabError, match="without the set it was drawn from"):
         engine.generate(prompts([5]), 1, sampling, seed=0)
-    monkeypatch.setattr(stepped_runner, "to_delta", masked)
+    masks()
     [[completion]] = engine.generate(prompts([5]), 1, sampling, seed=0)
     assert [kept.tolist() for kept in completion.sampling_mask] == [
         sorted([90, int(i), 2]) for i in completion.response_ids
     ]
     with pytest.raises(TrimtabError, match="top_k only"):
         engine.generate(prompts([5]), 1, SamplingParams(top_p=0.9, max_tokens=6), seed=0)
-
-
-def test_keep_sets_need_a_gpu(engine: Any) -> None:
-    wanted = engine._config.vllm.model_copy(update={"sampling_mask": True})
-    with pytest.raises(TrimtabError, match="needs a GPU"):
-        stepped_runner.arguments("anywhere", engine._config.model_copy(update={"vllm": wanted}))
 
 
 def test_a_token_without_its_log_prob_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,18 +160,10 @@ def test_a_turn_runs_only_what_the_prefix_cache_lacks(engine: Any) -> None:
     assert first + later < whole / 2
 
 
-def test_keep_sets_over_turns(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM truncates on a CPU but returns no sets: here sets are put into its answers."""
-    real, sampling = stepped_runner.to_delta, dataclasses.replace(TURNS, top_k=20, top_p=0.8)
+def test_keep_sets_over_turns(engine: Any, masks: Callable[[], None]) -> None:
+    sampling = dataclasses.replace(TURNS, top_k=20, top_p=0.8)
     [prompt] = prompts([40])
-
-    def masked(output: Any) -> stepped_runner.TokenDelta:
-        result = real(output)
-        return dataclasses.replace(result, kept=[[int(token), 90] for token in result.ids])
-
-    wanted = engine._config.vllm.model_copy(update={"sampling_mask": True})
-    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"vllm": wanted}))
-    monkeypatch.setattr(stepped_runner, "to_delta", masked)
+    masks()
     got = all_of(engine.generate([prompt], 4, sampling, seed=3, turns=ScriptedTurns(70)))
     assert max(int(one.turn[-1]) for one in got) == 2
     for one in got:
@@ -181,7 +173,7 @@ def test_keep_sets_over_turns(engine: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert np.isnan(one.logp_behavior[~one.sampled]).all()
         assert one.sampling_mask is not None
         for token, kept, sampled in zip(one.response_ids, one.sampling_mask, one.sampled, strict=True):
-            assert kept.tolist() == (sorted([token, 90]) if sampled else [token])
+            assert kept.tolist() == (sorted([90, token, 2]) if sampled else [token])
 
 
 def truncated_logp(probabilities: torch.Tensor, token: int) -> float:
