@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.planted_causes import names
 from tests.support.public_cases import KINDS, Response, responses
 from tests.support.token_tables import table
 
@@ -22,14 +21,6 @@ def written(folder: Path, drawn: list[Response], **columns: Any) -> Path:
     rows = [{"logp_behavior": one.behavior.tolist(), "logp_proximal": one.trainer.tolist(), **columns} for one in drawn]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "data.jsonl"
-
-
-def test_raw_log_probs_on_both_sides_show_in_what_the_sampler_states() -> None:
-    behavior = np.split(-np.random.default_rng(0).exponential(size=800), 40)
-    equal = [[0.0] * 20] * 40
-    assert names(table(equal, behavior=behavior)) == {"copied"}
-    stated = {"temperature": np.full(40, 0.7), "raw": np.ones(40, bool)}
-    assert names(table(equal, behavior=behavior, **stated)) == {"copied", "raw-logprobs"}
 
 
 def test_placeholders_are_in_no_figure(tmp_path: Path) -> None:
