@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -178,13 +179,6 @@ class Recorded(ScriptedTurns):
         return self
 
 
-class When:
-    """An abort signal that is set once a condition holds."""
-
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self.is_set = condition
-
-
 def test_a_turn_begins_with_all_ids_of_the_turn_before(subject: Subject) -> None:
     handler = Recorded(late={1: 3})
     groups = generate(subject, turns=handler)
@@ -239,7 +233,7 @@ def test_a_turn_without_a_stop_is_the_last_one(subject: Subject) -> None:
 
 def test_turns_interrupted_while_tools_run_go_on_with_their_results(subject: Subject) -> None:
     handler = Recorded(late=dict.fromkeys(range(len(ASKED)), 10**9))
-    begun = generate(subject, turns=handler, abort=When(lambda: len(handler.turns) >= 4))
+    begun = generate(subject, turns=handler, abort=SimpleNamespace(is_set=lambda: len(handler.turns) >= 4))
     assert "abort" in {one.finish_reason for one in chain(*begun)}
     waited = {key: turns[0][0].response_ids for key, turns in handler.turns.items()}
     subject.publish(1, 9)

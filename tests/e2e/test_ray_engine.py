@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -140,17 +141,6 @@ def test_a_killed_actor_is_lost_and_its_successor_takes_its_seat(engines, prompt
     assert engine.transport.pid == again
 
 
-class Stop:
-    """Never set; stops the process for good when it is first checked."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def is_set(self) -> bool:
-        os.kill(self.pid, signal.SIGSTOP)
-        return False
-
-
 @pytest.mark.parametrize("doing", ["generate", "update_weights"])
 def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
     engines, prompts, model, doing: str, monkeypatch: pytest.MonkeyPatch
@@ -162,8 +152,10 @@ def test_a_stopped_actor_is_given_up_and_its_successor_takes_its_seat(
     if doing == "update_weights":
         os.kill(pid, signal.SIGSTOP)
     long = SamplingParams(max_tokens=50, ignore_stop=True)
+    # Never set; stops the process for good when it is first checked.
+    stop = SimpleNamespace(is_set=lambda: os.kill(pid, signal.SIGSTOP))
     calls = {
-        "generate": lambda: engine.generate(prompts, 256, long, seed=9, abort=Stop(pid)),
+        "generate": lambda: engine.generate(prompts, 256, long, seed=9, abort=stop),
         "update_weights": lambda: engine.update_weights(published, 2),
     }
     with pytest.raises(

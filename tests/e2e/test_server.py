@@ -15,7 +15,6 @@ import torch
 from tests.support.server_process import ServerProcess, engine_over, starter
 
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.trainer import tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.server import server_engine
 from trimtab.trainer.engines.server.server_engine import ServerEngine
@@ -25,19 +24,8 @@ from trimtab.types import Completion, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-TASK = tasks.build("sort")
 SAMPLING = SamplingParams(max_tokens=20, stop=(".",))
 SAMPLES, SEED = 4, 11
-
-
-@pytest.fixture(scope="module")
-def laboratory() -> LoadedModel:
-    return load(str(laboratory_folder()), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def prompts(laboratory: LoadedModel) -> list[Prompt]:
-    return [tasks.encode(TASK, problem, laboratory.tokenizer) for problem in TASK.train[:3]]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -78,17 +79,6 @@ def local(dtype: str = "float32", rounding: WeightQuantization | None = None, se
     engine = EmbeddedEngine(model, tokenizer, getattr(torch, dtype), quantization=rounding or WeightQuantization())
     engine.update_weights(laboratory.build(seed)[0].named_parameters(), version=5)
     return engine
-
-
-class Announced:
-    """Never set; reports that a caller waits for an answer."""
-
-    def __init__(self, busy: threading.Event) -> None:
-        self.busy = busy
-
-    def is_set(self) -> bool:
-        self.busy.set()
-        return False
 
 
 TURNS = SamplingParams(max_tokens=34, stop=("3", "12"), stop_ids=(7, 8))
@@ -358,7 +348,8 @@ def test_another_engine_with_the_same_weights_samples_alike_until_it_is_closed(
 
     def generate() -> None:
         try:
-            other.generate(ASKED * 8, 64, FREE, seed=3, abort=Announced(busy))
+            # Never set; reports that a caller waits for an answer.
+            other.generate(ASKED * 8, 64, FREE, seed=3, abort=SimpleNamespace(is_set=busy.set))
         except EngineDeadError as error:
             caught.append(error)
 
