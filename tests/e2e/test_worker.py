@@ -209,7 +209,6 @@ def test_an_engine_that_waits_for_a_tool_longer_than_its_patience_lives(
     assert any(one.loss_mask is not None for one in chain(*completions))
 
 
-@pytest.mark.slow
 def test_a_trainer_that_stood_still_itself_keeps_its_engine(folder: Path) -> None:
     """Alone, as after Ctrl-Z, and together with its engine, as in a frozen container: longer than its patience."""
     with stopped_trainer.started(folder, calls=[True, True, False], patience=3) as trainer:
