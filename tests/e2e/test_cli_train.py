@@ -187,7 +187,8 @@ def test_a_run_is_evaluated_from_anywhere(place: Path, tmp_path: Path) -> None:
     rows = [{"question": f"{digits}=", "answer": "".join(sorted(digits)) + "."} for digits in numbers]
     (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = 'name = "file"\npath = "data.jsonl"\nholdout = 0.5\nstyle = "plain"\ntemplate = "{question}"'
-    (home / "mine.toml").write_text(RECIPE.replace('name = "sort"', task).replace("steps = 4", "steps = 1"))
+    recipe = RECIPE.replace('name = "sort"', task).replace("eval/sort", "eval/data").replace("steps = 4", "steps = 1")
+    (home / "mine.toml").write_text(recipe)
     trained = here("train", "home/mine.toml", "--out", "runs/mine", "--set", "sampling.max_tokens=8", cwd=place)
     assert trained.returncode == 0, trained.stderr
     done = here("eval", str(place / "runs/mine"), "--json", cwd=tmp_path)
