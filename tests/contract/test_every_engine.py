@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import After, prompts, tokens
+from tests.support.engines import After, processed, prompts, tokens
 from tests.support.every_engine import CHECKER, ENGINES, STOPS, Subject
 from tests.support.turns import FailingTurns, ScriptedTurns
 
@@ -66,6 +68,22 @@ def test_equal_calls_give_equal_tokens(subject: Subject) -> None:
         assert one.policy_version.tolist() == [1] * len(one.response_ids)
         assert (one.logp_behavior <= 0).all()
         assert np.isfinite(one.logp_behavior).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_published_weights(subject: Subject, temperature: float) -> None:
+    """After a second publication too, when the prompts may be cached under the first one, and in every turn."""
+    asked, sampling = prompts([5, 40]), replace(STOPS, temperature=temperature, max_tokens=20)
+    for seed in (0, 1):
+        subject.publish(seed, seed)
+        groups = subject.engine.generate(asked, SAMPLES, sampling, seed=3, turns=ScriptedTurns(20))
+        assert max(int(one.turn[-1]) for one in chain(*groups)) > 0
+        for prompt, group in zip(asked, groups, strict=True):
+            for one in group:
+                exact = processed(subject.model(seed), prompt, one, sampling).numpy()
+                chosen = np.take_along_axis(exact, one.response_ids[:, None], 1)[:, 0]
+                np.testing.assert_allclose(one.logp_behavior[one.sampled], chosen[one.sampled], atol=2e-4)
+                assert one.logp_behavior.flags.writeable
 
 
 def test_a_prefill_scores_what_was_decoded(subject: Subject) -> None:
@@ -161,13 +179,6 @@ class Recorded(ScriptedTurns):
         return self
 
 
-class When:
-    """An abort signal that is set once a condition holds."""
-
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self.is_set = condition
-
-
 def test_a_turn_begins_with_all_ids_of_the_turn_before(subject: Subject) -> None:
     handler = Recorded(late={1: 3})
     groups = generate(subject, turns=handler)
@@ -222,7 +233,7 @@ def test_a_turn_without_a_stop_is_the_last_one(subject: Subject) -> None:
 
 def test_turns_interrupted_while_tools_run_go_on_with_their_results(subject: Subject) -> None:
     handler = Recorded(late=dict.fromkeys(range(len(ASKED)), 10**9))
-    begun = generate(subject, turns=handler, abort=When(lambda: len(handler.turns) >= 4))
+    begun = generate(subject, turns=handler, abort=SimpleNamespace(is_set=lambda: len(handler.turns) >= 4))
     assert "abort" in {one.finish_reason for one in chain(*begun)}
     waited = {key: turns[0][0].response_ids for key, turns in handler.turns.items()}
     subject.publish(1, 9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support import bench_environment, forked
@@ -26,6 +27,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def laboratory() -> Any:
+    import torch
+
+    from trimtab.trainer.models.load import load
+    from trimtab.trainer.sft import laboratory_folder
+
+    return load(str(laboratory_folder()), dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def prompts(laboratory: Any) -> list[Any]:
+    """Three of the laboratory's."""
+    from trimtab.trainer import tasks
+
+    task = tasks.build("sort")
+    return [tasks.encode(task, problem, laboratory.tokenizer) for problem in task.train[:3]]
 
 
 @pytest.fixture(scope="module", params=["monty", "bubblewrap"])

@@ -23,15 +23,6 @@ from trimtab.trainer.run import train
 pytestmark = pytest.mark.e2e
 
 
-class Notes(Messages):
-    def __init__(self) -> None:
-        super().__init__()
-        self.equations: list[str] = []
-
-    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:  # noqa: ARG002
-        self.equations.append(equation)
-
-
 def recipe(steps: int, *changes: str) -> Config:
     """128 responses a step, sampled with weights rounded to four bits: enough mismatch for a mask to see."""
     small = (
@@ -53,14 +44,14 @@ def bounds(row: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def calibrated_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Notes]:
-    out, messages = tmp_path_factory.mktemp("calibrate") / "whole", Notes()
+def calibrated_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Messages]:
+    out, messages = tmp_path_factory.mktemp("calibrate") / "whole", Messages()
     train(recipe(4, "objective.name=geo-mask", "objective.calibrate=true"), out=out, observer=messages)
     return out, messages
 
 
 def test_calibrated_bounds_keep_what_published_ones_throw_away(
-    calibrated_run: tuple[Path, Notes], tmp_path: Path
+    calibrated_run: tuple[Path, Messages], tmp_path: Path
 ) -> None:
     run, messages = calibrated_run
     train(recipe(1, "objective.name=geo-mask"), out=tmp_path / "published")
@@ -77,7 +68,7 @@ def test_calibrated_bounds_keep_what_published_ones_throw_away(
     assert f"keep_min = {bounds(first)['keep_min']:g}" in line
 
 
-def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[Path, Notes]) -> None:
+def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[Path, Messages]) -> None:
     run, _ = calibrated_run
     first = read_trajectories(run / "trajectories" / "step-000001.parquet")
     parts = [(np.asarray(row.logp_proximal), row.trajectory.completion.logp_behavior) for row in first]
@@ -96,7 +87,7 @@ def test_the_bounds_are_those_of_the_logged_trajectories(calibrated_run: tuple[P
     assert result == pytest.approx(bounds(untimed(run, "eval/")[0]), rel=1e-5)
 
 
-def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, Notes]) -> None:
+def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, Messages]) -> None:
     run, _ = calibrated_run
     config = tomllib.loads((run / "config.toml").read_text())
     result = bounds(untimed(run, "eval/")[0])
@@ -108,19 +99,19 @@ def test_the_report_shows_the_bounds_that_were_used(calibrated_run: tuple[Path, 
 
 def test_several_updates_a_batch_and_opsm_calibrate_on_the_whole_first_batch(tmp_path: Path) -> None:
     config = recipe(1, "objective.name=opsm", "objective.calibrate=true", "trainer.minibatches=4", "trainer.prompts=8")
-    messages = Notes()
+    messages = Messages()
     train(config, out=tmp_path / "run", observer=messages)
     assert any("on 64 responses: delta = " in line for line in messages.lines)
     assert untimed(tmp_path / "run", "eval/")[0]["calibrate/kept"] > 0.97
 
 
 def test_a_first_batch_that_is_fresher_than_the_rest_is_cautioned_about(
-    calibrated_run: tuple[Path, Notes], tmp_path: Path
+    calibrated_run: tuple[Path, Messages], tmp_path: Path
 ) -> None:
-    def cautions(messages: Notes) -> list[str]:
+    def cautions(messages: Messages) -> list[str]:
         return [line for line in messages.lines if line.startswith("caution: this first batch is fresh")]
 
-    messages = Notes()
+    messages = Messages()
     lagging = ("trainer.prompts=4", "trainer.sync_every=4", "objective.name=geo-mask", "objective.calibrate=true")
     train(recipe(1, *lagging), out=tmp_path / "stale", observer=messages)
     assert ["up to 3 updates older" in line for line in cautions(messages)] == [True]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.e2e.test_canary import run_canary
 from tests.support.engines import tokenizer
 from tests.support.vllm_support import needs_vllm, policy, start, update
 
@@ -40,13 +41,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Canary:
     return built
 
 
-def run_canary(watch: Canary, engine: Any, model: Any, version: int) -> float:
-    engine.update_weights(model.named_parameters(), version)
-    expected = watch.predict(model, version)
-    assert expected is not None
-    return watch.check(engine, expected)
-
-
 def worker_of(engine: Any) -> Any:
     return engine._runner._engine.model_executor.driver_worker.worker
 
@@ -77,14 +71,10 @@ def test_a_stale_tied_head_is_caught(engine: Any, watch: Canary, monkeypatch: py
     with pytest.raises(TrimtabError, match=r"a part of the weights was not taken over .*tied head"):
         run_canary(watch, engine, model, 1)
     # As a run would meet it that is resumed, or started: at the first check.
-    fresh = watch_again(watch)
+    fresh = Canary(watch._texts, watch._config, tied=True)
     with pytest.raises(TrimtabError, match=r"bound 0\.5.*tied head"):
         run_canary(fresh, engine, policy(seed=3), 2)
     monkeypatch.undo()
-
-
-def watch_again(watch: Canary) -> Canary:
-    return Canary(watch._texts, watch._config, tied=True)
 
 
 def test_a_stale_prefix_cache_is_caught(engine: Any, watch: Canary, monkeypatch: pytest.MonkeyPatch) -> None:

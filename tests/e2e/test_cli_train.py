@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.commands import ENVIRONMENT, command, here
+from tests.support.commands import here
 from tests.support.run_results import undocumented
 
 from trimtab.intervals import wilson
@@ -50,9 +47,12 @@ samples = 4
 
 [eval]
 problems = 16
+every = 1
+best = "eval/sort/greedy"
 
 [checkpoint]
 every = 1
+keep = 4
 """
 
 
@@ -103,30 +103,6 @@ def test_the_problems_that_are_named_are_those_that_were_used(place: Path, tmp_p
     assert (last["eval/sort/problems"], f"{last['eval/sort/greedy']:.3f}") == (12, after)
 
 
-def test_control_c_says_how_to_continue_and_that_works(place: Path, tmp_path: Path) -> None:
-    words = ["train", "small.toml", "--set", "trainer.steps=400", "--out", str(tmp_path / "a run")]
-    started = subprocess.Popen(
-        command(*words), cwd=place, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert started.stdout is not None
-    for line in started.stdout:
-        if line.startswith("step 2/"):
-            break
-    started.send_signal(signal.SIGINT)
-    _, errors = started.communicate(timeout=120)
-    assert started.returncode == 130, errors
-    last = errors.splitlines()[-1]
-    assert last.startswith("trimtab: interrupted; continue with: trimtab train small.toml")
-    assert "Traceback" not in errors
-
-    again = shlex.split(last.partition("continue with: ")[2])
-    assert again[0] == "trimtab"
-    reached = len(read_run(tmp_path / "a run").rows)
-    resumed = here(*again[1:], f"--set=trainer.steps={reached + 2}", cwd=place)
-    first = next(line for line in resumed.stdout.splitlines() if line.startswith("step "))
-    assert 2 <= int(first.split()[1].partition("/")[0]) <= reached + 1, "it went on, it did not start over"
-
-
 def test_every_key_a_real_run_logs_is_documented(place: Path) -> None:
     keys = read_run(place / "runs/small").keys
     assert len(keys) > 50
@@ -143,13 +119,23 @@ def test_resume_takes_an_older_checkpoint_where_the_newest_is_damaged(place: Pat
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_run_is_evaluated_like_a_model(place: Path) -> None:
-    done = here("eval", "runs/small", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
+def test_a_run_its_checkpoints_and_its_best_are_evaluated_like_models(place: Path) -> None:
+    steps = [f"runs/small/checkpoints/step-{step:06d}" for step in (1, 2, 3, 4)]
+    done = here("eval", "runs/small", *steps, "--problems", "16", "--dtype", "float32", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
-    [result] = json.loads(done.stdout)["results"]
-    assert (result["task"], result["problems"], result["samples"]) == ("sort", 16, 1)
-    # The same 16 problems, the same weights, both greedy in fp32: the trainer's own last measurement.
-    assert result["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
+    results = json.loads(done.stdout)["results"]
+    assert {(one["task"], one["problems"], one["samples"]) for one in results} == {("sort", 16, 1)}
+    accuracy = {one["model"]: one["accuracy"] for one in results}
+    # The same 16 problems, the same weights, both greedy in fp32: the trainer's own measurements.
+    logged = [row["eval/sort/greedy"] for row in read_run(place / "runs/small").rows]
+    assert [accuracy[name] for name in steps] == logged
+    assert accuracy["runs/small"] == logged[-1]
+    best = here("eval", "runs/small", "--which", "best", "--problems", "16", "--dtype", "float32", "--json", cwd=place)
+    [result] = json.loads(best.stdout)["results"]
+    assert (result["model"], result["accuracy"]) == ("runs/small (best)", max(logged))
+    absent = here("eval", "runs/small/checkpoints/step-000009", cwd=place)
+    assert (absent.returncode, len(absent.stderr.splitlines())) == (2, 1)
+    assert "step-000009" in absent.stderr
 
 
 def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
@@ -159,15 +145,6 @@ def test_an_exported_run_is_evaluated_the_same(place: Path) -> None:
     done = here("eval", "model", *words, cwd=place)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["results"][0]["accuracy"] == read_run(place / "runs/small").last["eval/sort/greedy"]
-
-
-def test_two_runs_are_compared(place: Path, tmp_path: Path) -> None:
-    second = here("train", "small.toml", "--set", "objective.name=dapo", "--out", "runs/dapo", cwd=place)
-    assert second.returncode == 0, second.stderr
-    done = here("report", "runs/small", "runs/dapo", "--out", str(tmp_path), cwd=place)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"report: {tmp_path / 'report.html'}\n"
-    assert "token-tis against dapo" in (tmp_path / "report.html").read_text()
 
 
 def test_a_warm_start_is_a_model(place: Path) -> None:
@@ -209,7 +186,8 @@ def test_a_run_is_evaluated_from_anywhere(place: Path, tmp_path: Path) -> None:
     rows = [{"question": f"{digits}=", "answer": "".join(sorted(digits)) + "."} for digits in numbers]
     (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = 'name = "file"\npath = "data.jsonl"\nholdout = 0.5\nstyle = "plain"\ntemplate = "{question}"'
-    (home / "mine.toml").write_text(RECIPE.replace('name = "sort"', task).replace("steps = 4", "steps = 1"))
+    recipe = RECIPE.replace('name = "sort"', task).replace("eval/sort", "eval/data").replace("steps = 4", "steps = 1")
+    (home / "mine.toml").write_text(recipe)
     trained = here("train", "home/mine.toml", "--out", "runs/mine", "--set", "sampling.max_tokens=8", cwd=place)
     assert trained.returncode == 0, trained.stderr
     done = here("eval", str(place / "runs/mine"), "--json", cwd=tmp_path)

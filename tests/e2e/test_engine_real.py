@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.engines import forward_logps
 
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
-from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 pytestmark = pytest.mark.slow  # the bundled model, half a minute
@@ -38,15 +38,7 @@ def continued(loaded: LoadedModel, prompts: list[Prompt], dtype: torch.dtype) ->
     before = engine.prefilled_tokens
     out = engine.generate(prompts, 4, SAMPLING, seed=1, prefixes=prefixes)
     assert engine.prefilled_tokens - before == sum(len(one.ids) for one in prompts) + 3 * (5 + 11)
-    return out, exact_logps(loaded, prompts, out)
-
-
-def exact_logps(loaded: LoadedModel, prompts: list[Prompt], groups: list[list[Completion]]) -> Any:
-    rows = [completion.response_ids for completion in chain(*groups)]
-    owners = [p for p, group in enumerate(groups) for _ in group]
-    batch = TokenBatch.pack([one.ids for one in prompts], rows, owners, pad_id=0)
-    with torch.no_grad():
-        return score(loaded.model, batch).logp.numpy()
+    return out, forward_logps(loaded.model, prompts, out)
 
 
 def test_float32_continuations_equal_a_full_forward(loaded: LoadedModel, prompts: list[Prompt]) -> None:
@@ -65,25 +57,3 @@ def test_bfloat16_continuations_differ_as_much_as_their_precision(loaded: Loaded
     k3 = [np.mean(np.expm1(part) - part) for part in (log_ratio[suffix], log_ratio[~suffix])]
     assert all(1e-6 < value < 1e-2 for value in k3)
     assert abs(log_ratio.mean()) < 0.02  # noise, not a bias
-
-
-def test_published_weights_are_the_ones_that_sample(loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """A fixed probe scored by trainer and engine after publication: the check every weight transfer needs."""
-    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    noisy = {
-        name: p.detach() + 0.02 * p.detach().std() * torch.randn(p.shape, generator=generator)
-        for name, p in loaded.model.named_parameters()
-    }
-    engine.update_weights(noisy.items(), version=3)
-    original = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
-    [group] = engine.generate(prompts[:1], 4, SamplingParams(max_tokens=16, ignore_stop=True), seed=0)
-    before = exact_logps(loaded, prompts[:1], [group])
-    try:
-        loaded.model.load_state_dict(noisy, strict=False)
-        for completion, exact, old in zip(group, exact_logps(loaded, prompts[:1], [group]), before, strict=True):
-            np.testing.assert_allclose(completion.logp_behavior, exact, atol=1e-4)
-            assert np.abs(completion.logp_behavior - old).max() > 1e-2
-            assert set(completion.policy_version.tolist()) == {3}
-    finally:
-        loaded.model.load_state_dict(original, strict=False)

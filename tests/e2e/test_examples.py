@@ -73,9 +73,3 @@ def test_a_notebook_prints_what_it_shows(path: Path, python: forked.Run, tmp_pat
         shown = "".join(text for output in cell["outputs"] for text in output["text"]).split("\n")
         # Numbers may differ in their last digits on another processor.
         assert [line[:10] for line in lines] == [line[:10] for line in shown]
-
-
-def test_own_task_is_sorting() -> None:
-    rows = [json.loads(line) for line in (EXAMPLES / "own_task.jsonl").read_text().splitlines()]
-    assert len({row["digits"] for row in rows}) == 400
-    assert all(row["sorted"] == "".join(sorted(row["digits"])) for row in rows)

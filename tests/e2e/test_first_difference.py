@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.engines import EOS, tiny, tokenizer
+from tools import first_difference as tool
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -18,13 +17,6 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import invariant, packed_attention
 
 pytestmark = pytest.mark.e2e
-
-FILE = Path(__file__).parents[2] / "tools" / "first_difference.py"
-SPECIFICATION = importlib.util.spec_from_file_location("first_difference", FILE)
-assert SPECIFICATION is not None
-assert SPECIFICATION.loader is not None
-tool: Any = importlib.util.module_from_spec(SPECIFICATION)
-SPECIFICATION.loader.exec_module(tool)
 
 
 def found(

@@ -7,8 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -18,15 +16,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.support import forked
 from tests.support.faulty_engines import LosesWeights, Wrapped
-from tests.support.run_results import Messages, untimed
+from tests.support.run_results import Messages, untimed, weights
 from torch import Tensor
 
 from trimtab.cli.main import run
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.runs.directory import read_metrics
-from trimtab.runs.layout import CONFIG, METRICS, checkpoint_folder, list_checkpoints
+from trimtab.runs.layout import CONFIG, METRICS, checkpoint_folder
 from trimtab.trainer import tasks
 from trimtab.trainer.checkpoint import snapshot, store
 from trimtab.trainer.config import Config, load_config
@@ -47,10 +45,6 @@ COLLAPSES = ("optim.lr=4e-3", "optim.warmup=0")
 
 def recipe(*overrides: str) -> Config:
     return load_config("laboratory", ('unset=["objective"]', *SMALL, *overrides))
-
-
-def weights(out: Path) -> dict[str, Tensor]:
-    return load_file(list_checkpoints(out / "checkpoints")[-1] / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -341,13 +335,10 @@ def test_a_run_whose_engine_has_a_thread_returns_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_return_together(tmp_path: Path) -> None:
+def test_two_ranks_return_together(python: forked.Run, tmp_path: Path) -> None:
     sets = (*SMALL, *GUARD, *COLLAPSES, "guard.lr_factor=0.1", "trainer.micro_batch_tokens=120")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimtab"]
-    command += ["train", "laboratory", "--out", str(tmp_path / "run"), *(f"--set={entry}" for entry in sets)]
-    run = subprocess.run(
-        command, check=False, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    changes = [f"--set={entry}" for entry in sets]
+    run = python("-m", "trimtab", "train", "laboratory", "--out", tmp_path / "run", *changes, ranks=2)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
     rows = read_metrics(tmp_path / "run" / METRICS)
     assert run.stdout.count("returned to the policy of step") == max(row.get("guard/returns", 0) for row in rows) >= 1

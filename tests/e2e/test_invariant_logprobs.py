@@ -113,7 +113,6 @@ def test_with_stops_and_truncated_sampling_too(sampling: SamplingParams) -> None
     assert_equal(trained(model, asked(), groups, sampling, True), groups)
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("dtype", "autocast"), TYPES)
 def test_batch_threads_prefixes_and_prefill_blocks_change_no_bit(
     dtype: torch.dtype, autocast: bool, monkeypatch: pytest.MonkeyPatch

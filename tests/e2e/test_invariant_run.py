@@ -91,7 +91,6 @@ def test_one_native_operation_stops_the_run(tmp_path: Path) -> None:
         run(tmp_path / "run", INVARIANT, engines=engines)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_score_the_bits_of_one(python: forked.Run, tmp_path: Path) -> None:
     sets = [*SMALL, INVARIANT, *MIXED, "trainer.steps=2"]

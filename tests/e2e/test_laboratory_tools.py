@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.support.turns import check_episodes
 
 from trimtab.runs.trajectories import read
 from trimtab.trainer.config import load_config
@@ -39,9 +39,7 @@ def test_a_step_calls_the_tool_and_trains(tmp_path: Path, changes: list[str]) ->
     assert row["episode/tool_errors"] == row["episode/failed"] == 0
     assert 0 < row["reward/mean"] < 1
     assert row["optim/grad_norm"] > 0
-    [file] = (run / "trajectories").iterdir()
-    for completion in (one.trajectory.completion for one in read(file)):
-        check_rows(completion)
+    assert check_episodes(run) > 0
 
 
 class EveryTurnCalls:
@@ -87,13 +85,3 @@ def test_prompts_that_do_not_fit_the_context_cost_their_episodes(tmp_path: Path)
     run = train(config, environment=LongRows, out=tmp_path / "run", observer=NullObserver()).run
     [row] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert row["episode/failed"] == row["trajectories/dropped"] == 8
-
-
-def check_rows(completion: Any) -> None:
-    """The results of calls, three digits and an equals sign, are not sampled and have no log-prob."""
-    text, turn, sampled = completion.text, completion.turn, completion.sampled
-    assert turn.max() <= 4
-    for number in range(int(turn.max())):
-        observed = np.flatnonzero(~sampled & (turn == number))
-        assert len(observed) == 4, text
-        assert np.isnan(completion.logp_behavior[observed]).all()

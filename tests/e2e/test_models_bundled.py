@@ -99,14 +99,3 @@ def test_scores_and_gradients_of_real_text_equal_the_plain_forward(real: LoadedM
     for a, b in zip(*gradients, strict=True):
         assert (a - b).abs().max() <= 1e-3 * b.abs().max()
     real.model.zero_grad()
-
-
-def test_autocast_is_a_mild_mismatch(real: LoadedModel) -> None:
-    """The trainer's bf16 forward differs from float32 as bf16 does: k3 well inside 1e-5 .. 1e-2."""
-    batch, _ = tokens(real)
-    with torch.no_grad():
-        exact = score(real.model, batch).logp[batch.response_mask]
-        with torch.autocast("cpu", torch.bfloat16):
-            rounded = score(real.model, batch).logp[batch.response_mask]
-    gap = rounded - exact
-    assert 1e-5 < (gap.exp() - 1 - gap).mean() < 1e-2

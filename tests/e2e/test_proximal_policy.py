@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.support import forked
-from tests.support.run_results import untimed, weights
+from tests.support.run_results import tensors, untimed, weights
 from torch import nn
 
 from trimtab.errors import TrimtabWarning
@@ -91,11 +90,6 @@ def test_without_lag_it_is_the_current_policy_bit_for_bit(minibatches: int, tmp_
     assert all(torch.equal(mine[name], its[name]) for name in its)
 
 
-def all_tensors(out: Path) -> dict[str, torch.Tensor]:
-    files = sorted(list_checkpoints(out / "checkpoints")[-1].glob("*.safetensors"))
-    return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(lora: int, tmp_path: Path) -> None:
     """Resumed between two publications: the next batch is of the weights before the checkpoint's."""
@@ -105,7 +99,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(lora: int, tmp_path:
     torch.manual_seed(0)
     run(tmp_path / "parts", *overrides, steps=4)
     assert run(tmp_path / "parts", *overrides, resume=True) == whole
-    mine, its = all_tensors(tmp_path / "parts"), all_tensors(tmp_path / "whole")
+    mine, its = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
     assert mine.keys() == its.keys()
     assert [name for name in its if not torch.equal(mine[name], its[name])] == []
     assert all((".lora_" in name) == bool(lora) for name in its if name.startswith("optimizer/") and "exp_avg" in name)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tests.support.commands import begin
+from tests.support.engines import forward_logps
 from tests.support.ports import free_port
 from tests.support.ray_support import Cluster, local_cluster
 from tests.support.turns import check_episodes
@@ -101,7 +102,7 @@ def assert_versions_are_true(run: Path) -> None:
                 if version not in policies:
                     policies[version] = weights_of(run, int(version))
                 reported = answer.logp_behavior[answer.policy_version == version]
-                logp = token_logp(policies[version], prompt.ids, answer.response_ids)
+                [logp] = forward_logps(policies[version], [prompt], [[answer]])
                 np.testing.assert_allclose(reported, logp[answer.policy_version == version], atol=2e-5)
 
 
@@ -115,13 +116,6 @@ def weights_of(run: Path, version: int) -> torch.nn.Module:
     return loaded.model.eval()
 
 
-@torch.no_grad()
-def token_logp(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
-    ids = torch.tensor(np.concatenate([prompt, response]))[None]
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
-
-
 def test_an_absent_cluster_is_one_line_and_leaves_no_run(tmp_path: Path) -> None:
     config = load_config("laboratory", ["placement=ray", f"ray.address=127.0.0.1:{free_port()}"])
     with pytest.raises(TrimtabError, match=r"no Ray cluster at ray.address = '127.0.0.1:\d+' .*: start one with"):
@@ -129,21 +123,12 @@ def test_an_absent_cluster_is_one_line_and_leaves_no_run(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-def begin(cluster: Cluster, out: Path, *options: str) -> subprocess.Popen[str]:
+def started(cluster: Cluster, out: Path, *options: str) -> subprocess.Popen[str]:
     """The command, as far as the end of its first step."""
     sets = [*SMALL, f"ray.address={cluster.address}", "trainer.steps=500", "checkpoint.keep=2", *options]
     resume = ["--resume"] if out.exists() else []
-    command = [sys.executable, "-m", "trimtab", "train", "laboratory", *(w for s in sets for w in ("--set", s))]
-    driver = subprocess.Popen(
-        [*command, "--out", str(out), *resume], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert driver.stdout is not None
-    lines = []
-    for line in driver.stdout:
-        lines.append(line)
-        if line.startswith("step "):
-            return driver
-    raise AssertionError("".join(lines))
+    words = ["-m", "trimtab", "train", "laboratory", *(w for s in sets for w in ("--set", s)), "--out", out, *resume]
+    return begin(words, "step ", env=os.environ, stderr=subprocess.STDOUT)
 
 
 def everyone(cluster: Cluster) -> list[psutil.Process]:
@@ -153,7 +138,7 @@ def everyone(cluster: Cluster) -> list[psutil.Process]:
 def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
 
-    driver = begin(cluster, out, "ray.trainers=2")
+    driver = started(cluster, out, "ray.trainers=2")
     actors = everyone(cluster)
     assert len(actors) == 3
     cluster.actors("TrainerRank")[1].kill()
@@ -164,7 +149,7 @@ def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster:
     assert not psutil.wait_procs(actors, timeout=60)[1]
 
     for number, trainers in ((signal.SIGINT, 1), (signal.SIGTERM, 2)):
-        driver = begin(cluster, out, "checkpoint.every=0", f"ray.trainers={trainers}")
+        driver = started(cluster, out, "checkpoint.every=0", f"ray.trainers={trainers}")
         actors = everyone(cluster)
         assert len(actors) == trainers + 1
         driver.send_signal(number)
@@ -174,7 +159,7 @@ def test_however_a_run_ends_no_actor_stays_and_the_next_command_goes_on(cluster:
         last = read_metrics(out / "metrics.jsonl")[-1]["step"]
         assert list_checkpoints(out / "checkpoints")[-1].name == f"step-{last:06d}"
 
-    driver = begin(cluster, out)
+    driver = started(cluster, out)
     actors = everyone(cluster)
     assert len(actors) == 2
     driver.kill()

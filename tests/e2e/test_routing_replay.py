@@ -147,7 +147,6 @@ def test_an_engine_that_records_nothing_is_an_error_that_names_a_response(tmp_pa
         run(tmp_path / "run", ROLLOUT, engines=forgetful)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_replay_what_one_does(python: forked.Run, tmp_path: Path) -> None:
     """Micro-batches are small, so that each rank has some and one of them an empty one."""

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +13,19 @@ import numpy as np
 import pytest
 import torch
 from tests.support.server_process import ServerProcess, engine_over, starter
-from tests.support.turns import FailingTurns, ScriptedTurns
 
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.trainer import tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.server import server_engine
 from trimtab.trainer.engines.server.server_engine import ServerEngine
 from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.trainer.sft import laboratory_folder
-from trimtab.types import EXTERNAL_VERSION, Completion, Prompt, SamplingParams
+from trimtab.types import Completion, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-TASK = tasks.build("sort")
 SAMPLING = SamplingParams(max_tokens=20, stop=(".",))
 SAMPLES, SEED = 4, 11
-
-
-@pytest.fixture(scope="module")
-def laboratory() -> LoadedModel:
-    return load(str(laboratory_folder()), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def prompts(laboratory: LoadedModel) -> list[Prompt]:
-    return [tasks.encode(TASK, problem, laboratory.tokenizer) for problem in TASK.train[:3]]
 
 
 @pytest.fixture(scope="module")
@@ -71,59 +57,6 @@ def expected(
     local = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32)
     seeds = [[server_engine.request_seed(SEED, p, s, 0) for s in range(SAMPLES)] for p in range(len(prompts))]
     return [[local.generate([prompts[p]], 1, sampling, seed=seed)[0][0] for seed in row] for p, row in enumerate(seeds)]
-
-
-TURNS = SamplingParams(max_tokens=34, stop=("3", "12"), stop_ids=(7,))
-
-
-def scripted() -> ScriptedTurns:
-    return ScriptedTurns(34, vocabulary=13)
-
-
-def expected_turns(laboratory: LoadedModel, prompts: Sequence[Prompt]) -> list[list[Completion]]:
-    """What the servers' own model writes, with a request of all ids so far for each turn."""
-    local, handler = EmbeddedEngine(laboratory.model, laboratory.tokenizer, torch.float32), scripted()
-
-    def whole(p: int, s: int) -> Completion:
-        prompt, one = prompts[p], Completion.empty()
-        while True:
-            n = len(one.response_ids)
-            context = replace(prompt, ids=np.concatenate([prompt.ids, one.response_ids]))
-            seed = server_engine.request_seed(SEED, p, s, n)
-            [[turn]] = local.generate([context], 1, replace(TURNS, max_tokens=34 - n), seed=seed)
-            one = joined(one, turn, sampled=True)
-            result = handler.answer(one)
-            if turn.finish_reason == "length" or result.finish_reason is not None:
-                return replace(one, finish_reason=result.finish_reason if turn.finish_reason == "stop" else "length")
-            observation = replace(
-                turn,
-                response_ids=result.ids,
-                logp_behavior=np.full(len(result.ids), np.nan, np.float32),
-                policy_version=np.full(len(result.ids), EXTERNAL_VERSION),
-            )
-            one = joined(one, observation, sampled=False)
-
-    return [[whole(p, s) for s in range(SAMPLES)] for p in range(len(prompts))]
-
-
-def joined(one: Completion, other: Completion, *, sampled: bool) -> Completion:
-    return Completion(
-        response_ids=np.concatenate([one.response_ids, other.response_ids]),
-        logp_behavior=np.concatenate([one.logp_behavior, other.logp_behavior]),
-        policy_version=np.concatenate([one.policy_version, other.policy_version]),
-        finish_reason=other.finish_reason,
-        text=other.text,
-        loss_mask=np.concatenate([one.sampled, np.full(len(other.response_ids), sampled)]),
-    )
-
-
-def assert_equal_turns(result: list[list[Completion]], reference: list[list[Completion]]) -> None:
-    for one, other in zip(chain(*result), chain(*reference), strict=True):
-        assert one.response_ids.tolist() == other.response_ids.tolist()
-        np.testing.assert_array_equal(one.logp_behavior, other.logp_behavior)
-        assert one.policy_version.tolist() == other.policy_version.tolist()
-        assert one.sampled.tolist() == other.sampled.tolist()
-        assert one.finish_reason == other.finish_reason
 
 
 def assert_equal(result: list[list[Completion]], reference: list[list[Completion]], version: int = 0) -> None:
@@ -203,22 +136,6 @@ class TestWire:
         assert_equal(engine.generate(prompts, SAMPLES, SAMPLING, seed=SEED), expected(laboratory, prompts), version=8)
         engine.close()
         assert list(tmp_path.iterdir()) == []
-
-    def test_each_turn_is_a_request_with_all_ids_so_far(
-        self,
-        laboratory: LoadedModel,
-        served: list[ServerProcess],
-        prompts: list[Prompt],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        self._short_seeds(served, monkeypatch)
-        engine, reference = engine_over(laboratory, served), expected_turns(laboratory, prompts)
-        assert max(int(one.turn[-1]) for one in chain(*reference)) == 2
-        late = ScriptedTurns(34, vocabulary=13, late={0: 3, 2: 1})
-        assert_equal_turns(engine.generate(prompts, SAMPLES, TURNS, seed=SEED, turns=late), reference)
-        with pytest.raises(ZeroDivisionError):
-            engine.generate(prompts, SAMPLES, TURNS, seed=SEED, turns=FailingTurns(34, vocabulary=13))
-        assert_equal_turns(engine.generate(prompts, SAMPLES, TURNS, seed=SEED, turns=scripted()), reference)
 
     def test_log_probs_from_before_the_temperature_are_refused(
         self, laboratory: LoadedModel, served: list[ServerProcess], prompts: list[Prompt]

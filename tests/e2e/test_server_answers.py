@@ -10,32 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tests.support.server_process import ServerProcess, engine_over, starter
 
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
-from trimtab.trainer import tasks
 from trimtab.trainer.engines.server.server_pool import MAX_WRONG_ANSWERS
-from trimtab.trainer.models.load import LoadedModel, load
+from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Prompt, SamplingParams
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::trimtab.errors.TrimtabWarning")]
 
-TASK = tasks.build("sort")
 SAMPLING = SamplingParams(max_tokens=20, ignore_stop=True)
 SEED = 11
 SAMPLED = {"vllm": "/v1/completions", "sglang": "/generate"}
-
-
-@pytest.fixture(scope="module")
-def laboratory() -> LoadedModel:
-    return load(str(laboratory_folder()), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def prompts(laboratory: LoadedModel) -> list[Prompt]:
-    return [tasks.encode(TASK, problem, laboratory.tokenizer) for problem in TASK.train[:2]]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +83,6 @@ BODIES = {
 }
 # Of either kind: a choice of vLLM, or the `meta_info` of SGLang. What else cannot be right: test_server_parts.py.
 RESULTS: dict[str, dict[str, Any]] = {
-    "no-tokens": {"ids": [], "logp": []},
     "negative-id": {"ids": [3, -1]},
     "long-id": {"ids": [3, 10**40]},
     "bool-id": {"ids": [True, 4]},
@@ -107,8 +93,6 @@ RESULTS: dict[str, dict[str, Any]] = {
     "nan-logp": {"logp": [float("nan"), -0.25]},
     "placeholder": {"logp": [-9999.0, -0.25]},
     "positive-logp": {"logp": [-0.5, 2.0]},
-    "zeros": {"ids": [3] * 8, "logp": [0.0] * 8},
-    "too-many": {"ids": [3] * 200, "logp": [-0.5] * 200},
     "odd-finish": {"finish": "error"},
 }
 OF_A_KIND: dict[str, dict[str, Any]] = {
@@ -155,11 +139,11 @@ def test_one_wrong_answer_of_five_is_said_and_not_trained_on(
     laboratory: LoadedModel, server: ServerProcess, prompts: list[Prompt]
 ) -> None:
     engine = engine_over(laboratory, [server], concurrency=1)
-    right = engine.generate(prompts, 4, SAMPLING, seed=SEED)
+    right = engine.generate(prompts[:2], 4, SAMPLING, seed=SEED)
     server.reset()
     server.configure(logp=2.0, every=5)
     with pytest.warns(TrimtabWarning, match=r"less than or equal to 0\.001, got 2\.0; the request is sent again"):
-        again = engine.generate(prompts, 4, SAMPLING, seed=SEED)
+        again = engine.generate(prompts[:2], 4, SAMPLING, seed=SEED)
     assert len(server.logged("answered")) == 2 * 4 + 1  # the fifth of nine was wrong
     for one, other in zip(np.ravel(right), np.ravel(again), strict=True):
         np.testing.assert_array_equal(one.logp_behavior, other.logp_behavior)

@@ -7,10 +7,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.commands import ENVIRONMENT, begin
 
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
@@ -18,35 +18,8 @@ from trimtab.runs.layout import list_checkpoints
 pytestmark = pytest.mark.slow
 
 SMALL = ("trainer.prompts=2", "trainer.samples=4", "eval.problems=4", "checkpoint.every=0", "log.trajectories_every=0")
-ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 ENGINES = {"in this process": (), "in a worker": ("engine.workers=1", "trainer.max_lag=1")}
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-
-
-def begin(
-    *words: str,
-    until: Callable[[str], object],
-    cwd: Path,
-    environment: dict[str, str] | None = None,
-    start_new_session: bool = False,
-) -> subprocess.Popen[str]:
-    """The command, as far as the first line that satisfies `until`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words],
-        cwd=cwd,
-        env=ENVIRONMENT | (environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=start_new_session,
-    )
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if until(line):
-            return process
-    raise AssertionError("".join([*lines, process.communicate()[1]]))
 
 
 def recipe(*changes: str) -> list[str]:
@@ -73,8 +46,8 @@ def steps(run: Path) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_is_saved_where_it_stands_and_goes_on_from_there(number: signal.Signals, tmp_path: Path) -> None:
-    words = ["trimtab", "train", *recipe("trainer.steps=4000"), "--out", "a run"]
-    process = begin(*words, until=lambda line: line.startswith("step 2/"), cwd=tmp_path)
+    words = ["-m", "trimtab", "train", *recipe("trainer.steps=4000"), "--out", "a run"]
+    process = begin(words, "step 2/", cwd=tmp_path)
     last = end(process, number)
     run = tmp_path / "a run"
     [step] = saved(run)
@@ -84,7 +57,7 @@ def test_a_stopped_run_is_saved_where_it_stands_and_goes_on_from_there(number: s
     assert last.startswith(promise)
     again = shlex.split(last.removeprefix(promise))
     assert again[-1] == "--resume"
-    resumed = begin(*again, until=lambda line: line.startswith("step "), cwd=tmp_path)
+    resumed = begin(["-m", *again], "step ", cwd=tmp_path)
     end(resumed, signal.SIGINT)
     assert steps(run) == list(range(1, saved(run)[-1] + 1))
     assert saved(run)[-1] > step
@@ -93,8 +66,8 @@ def test_a_stopped_run_is_saved_where_it_stands_and_goes_on_from_there(number: s
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ctrl_c_in_a_terminal_reaches_every_process_and_the_step_is_still_finished(engine: str, tmp_path: Path) -> None:
     """Rewards are scored, and responses may be generated, in processes of the same terminal."""
-    words = ["trimtab", "train", *recipe("trainer.steps=4000", *ENGINES[engine]), "--out", "run"]
-    process = begin(*words, until=lambda line: line.startswith("step 2/"), cwd=tmp_path, start_new_session=True)
+    words = ["-m", "trimtab", "train", *recipe("trainer.steps=4000", *ENGINES[engine]), "--out", "run"]
+    process = begin(words, "step 2/", cwd=tmp_path, start_new_session=True)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
@@ -105,9 +78,9 @@ def test_ctrl_c_in_a_terminal_reaches_every_process_and_the_step_is_still_finish
 
 
 def test_before_the_first_step_nothing_is_kept_and_nothing_else_is_promised(tmp_path: Path) -> None:
-    words = ["trimtab", "train", *recipe("eval.problems=4096", "task.holdout=4096"), "--out", "run"]
+    words = ["-m", "trimtab", "train", *recipe("eval.problems=4096", "task.holdout=4096"), "--out", "run"]
     # The line comes before 4096 problems are evaluated, which takes seconds; the signal takes milliseconds.
-    process = begin(*words, until=lambda line: line.startswith("run "), cwd=tmp_path)
+    process = begin(words, "run ", cwd=tmp_path)
     last = end(process, signal.SIGINT)
     assert last.startswith("trimtab: interrupted; nothing was written yet, start again with: trimtab train laboratory")
     assert "--resume" not in last
@@ -154,8 +127,8 @@ def test_a_second_signal_ends_the_step_and_what_is_saved_is_whole(every: int, pr
         "    return float(len(completion) % 3)\n"
     )
     changes = [f"checkpoint.every={every}", "trainer.steps=4000", 'reward=[{name="slow:score", timeout=600}]']
-    words = ["trimtab", "train", *recipe(*changes), "--out", "run"]
-    process = begin(*words, until=lambda line: line.startswith("step 2/"), cwd=tmp_path)
+    words = ["-m", "trimtab", "train", *recipe(*changes), "--out", "run"]
+    process = begin(words, "step 2/", cwd=tmp_path)
     (tmp_path / "hold").touch()
     while not (tmp_path / "held").exists():
         assert process.poll() is None
@@ -171,7 +144,7 @@ def test_a_second_signal_ends_the_step_and_what_is_saved_is_whole(every: int, pr
     assert saved(run) == ([done - 1, done] if every else [])
     (tmp_path / "hold").unlink()
     again = shlex.split(last.partition("trimtab train")[2])
-    resumed = begin("trimtab", "train", *again, until=lambda line: line.startswith("step "), cwd=tmp_path)
+    resumed = begin(["-m", "trimtab", "train", *again], "step ", cwd=tmp_path)
     end(resumed, signal.SIGINT)
     assert steps(run) == list(range(1, saved(run)[-1] + 1))
     assert saved(run)[-1] > (done if every else 0)

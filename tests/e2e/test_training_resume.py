@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests.support.run_results import untimed
+from tests.support.run_results import tensors, untimed
 
-from trimtab.runs.layout import METRICS, best_checkpoint, list_checkpoints
+from trimtab.runs.layout import METRICS, best_checkpoint
 from trimtab.trainer.config import Config, load_config
 
 pytestmark = pytest.mark.slow
@@ -45,15 +44,6 @@ def train_in_child(out: str, resume: bool) -> None:
     from trimtab.trainer.run import train
 
     train(recipe(), out=out, resume=resume)
-
-
-def final_tensors(run: Path) -> dict[str, torch.Tensor]:
-    folder = list_checkpoints(run / "checkpoints")[-1]
-    return {
-        f"{path.stem}/{name}": tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +93,7 @@ def test_killed_at_many_random_moments_equals_uninterrupted(uninterrupted: Path,
         child.kill()
         child.join()
     assert untimed(out) == untimed(uninterrupted)
-    killed, whole = final_tensors(out), final_tensors(uninterrupted)
+    killed, whole = tensors(out), tensors(uninterrupted)
     assert killed.keys() == whole.keys()
     different = [name for name in whole if not torch.equal(killed[name], whole[name])]
     assert not different

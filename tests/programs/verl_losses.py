@@ -243,38 +243,6 @@ def own() -> dict[str, Any]:
     return result | {"configuration": OmegaConf.to_container(config)}
 
 
-def presets() -> dict[str, Any]:
-    """Every preset that verl carries, the sampler's log-probs carried by its driver, against the library."""
-    from trimtab.adapters.hooks import HOOKS
-    from trimtab.adapters.micro_batch import turns_of
-    from trimtab.adapters.verl_loss import MODES
-    from trimtab.objectives import PolicyLogps, objective, objectives
-
-    data, result = nearer(), {}
-    for name in objectives():
-        constant = {"length_max": 12} if name in ("dr-grpo", "luffy") else {}
-        built = objective(name, **constant)
-        if HOOKS["verl"].refusal(built) is not None:
-            continue
-        leaf, mask = data["log_prob"].clone().requires_grad_(), data["response_mask"]
-        logps = PolicyLogps(
-            current=leaf,
-            behavior=data["rollout_log_probs"],
-            mask=mask,
-            proximal=data["old_log_probs"],
-            turn=turns_of(mask),
-        )
-        loss = built(logps, data["advantages"][:, :1]).loss
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        options = {"loss_scale_factor": 12} if constant else {}
-        mode = MODES.get(built.aggregation.kind, built.aggregation.kind)
-        ours = run(f"trimtab-{name}", 2, carried=data["rollout_log_probs"], data=data, loss_agg_mode=mode, **options)
-        # Two ranks, whose gradients verl averages.
-        result[name] = difference((ours[0] / 2, ours[1] / 2, {}), (loss.item(), gradient, {}))
-        result[name]["metrics"] = sorted(key for key in ours[2] if "trimtab" in key)
-    return result
-
-
 BASE = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",

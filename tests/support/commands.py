@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trimtab.cli import main
 
@@ -39,6 +40,19 @@ def process(*words: str | Path, cwd: Path, **variables: str) -> Done:
 
 def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "trimtab", *map(str, words)]
+
+
+def begin(words: Sequence[object], until: str, **options: Any) -> subprocess.Popen[str]:
+    """Starts `python WORDS` with options of Popen; returns when it has printed a line that begins with `until`."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ENVIRONMENT} | options
+    started = subprocess.Popen([sys.executable, *map(str, words)], text=True, **streams)
+    assert started.stdout is not None
+    lines = []
+    for line in started.stdout:
+        lines.append(line)
+        if line.startswith(until):
+            return started
+    raise AssertionError("".join([*lines, started.communicate()[1] or ""]))
 
 
 @contextlib.contextmanager

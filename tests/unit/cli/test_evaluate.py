@@ -1,4 +1,4 @@
-"""How `trimtab eval` reads its arguments. Real evaluations are in tests/e2e/test_eval_suite.py."""
+"""How `trimtab eval` reads its arguments. Real evaluations are in tests/e2e/test_cli_train.py."""
 
 from __future__ import annotations
 

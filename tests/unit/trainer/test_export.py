@@ -155,6 +155,7 @@ def test_best_and_last_differ(tmp_path: Path) -> None:
     store.mark_best(run / "checkpoints", 1, "eval/arithmetic/greedy", 0.5)
     assert restore(run, "best")[2] == 1
     assert restore(run, "last")[2] == 2
+    assert restore(run, "step-000001")[2] == 1
     with pytest.raises(TrimtabError, match=r"unknown checkpoint 'bset' \(did you mean 'best' or 'last'\?\)"):
         export(run, tmp_path / "best", "bset")
 
