@@ -10,40 +10,18 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from trimtab.corrections.code_lines import WIDTH, Lines, number
-from trimtab.corrections.masks import Mask
-from trimtab.corrections.ratios import Number
-from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
-from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import Ratio
-from trimtab.objectives.regularizers import KL, Centering
-from trimtab.objectives.surrogates import Surrogate
 from trimtab.types import MIN_BEHAVIOR
 
-
-class Parts(NamedTuple):
-    """What is read of an `Objective`, by the names of its attributes."""
-
-    name: str
-    ratio: Ratio
-    surrogate: Surrogate
-    weight: Weight | None
-    masks: tuple[Mask, ...]
-    aggregation: Aggregation
-    kl: KL
-    center: Centering | None
-    entropy_coef: Number
-    advantage: str
-    source: str
-    needs: frozenset[str]
-    equation: Callable[[], str]
+if TYPE_CHECKING:
+    from trimtab.objectives.objective import Objective
 
 
 ARGUMENTS = {
@@ -82,7 +60,7 @@ ASCII = {
 """How an equation is written in a docstring."""
 
 
-def write(objective: Parts, command: str) -> str:
+def write(objective: Objective, command: str) -> str:
     """Returns the text of the loss function, after those of the whole update if it needs any.
 
     command: what prints it, for the comment at its head. Raises `TrimtabError` for a part whose class has no `code` of
@@ -117,11 +95,11 @@ def write(objective: Parts, command: str) -> str:
     return "\n".join([*head, "import torch", "", "", "\n\n\n".join(functions)]) + "\n"
 
 
-def _lines(objective: Parts) -> Lines:
+def _lines(objective: Objective) -> Lines:
     return Lines(objective.ratio.level, objective.ratio.over, external="off_policy" in objective.needs)
 
 
-def _of_update(objective: Parts) -> dict[str, Lines]:
+def _of_update(objective: Objective) -> dict[str, Lines]:
     """Returns the lines of the functions of the whole update, by what each returns."""
     found: dict[str, Lines] = {}
     if objective.surrogate.collects:
@@ -136,7 +114,7 @@ def _of_update(objective: Parts) -> dict[str, Lines]:
     return found
 
 
-def _keep(objective: Parts, lines: Lines) -> str:
+def _keep(objective: Objective, lines: Lines) -> str:
     """Defines which tokens are kept, with those that the weight rejects if they do not count; returns the name."""
     conditions, weight = [rule.code(lines) for rule in objective.masks], objective.weight
     if objective.aggregation.denominator == "kept" and weight is not None and weight.rejects:
@@ -149,7 +127,7 @@ def _keep(objective: Parts, lines: Lines) -> str:
     return keep
 
 
-def _loss(objective: Parts, lines: Lines) -> dict[str, str]:
+def _loss(objective: Objective, lines: Lines) -> dict[str, str]:
     """Adds the lines of the loss; returns what its denominator is, by the name of the argument."""
     weight, aggregation = objective.weight, objective.aggregation
     factor = lines.define("surrogate", objective.surrogate.code(lines))
@@ -175,7 +153,7 @@ def _loss(objective: Parts, lines: Lines) -> dict[str, str]:
     return given
 
 
-def _regularizers(objective: Parts, lines: Lines) -> list[str]:
+def _regularizers(objective: Objective, lines: Lines) -> list[str]:
     """Returns the terms of the loss that no rule rejects."""
     terms = []
     if objective.kl.coef > 0:
@@ -191,7 +169,7 @@ def _arguments(lines: Lines) -> list[str]:
     return [name for name in ARGUMENTS if name == "mask" or re.search(rf"\b{name}\b", text)]
 
 
-def _selection(objective: Parts, read: Sequence[str]) -> list[str]:
+def _selection(objective: Objective, read: Sequence[str]) -> list[str]:
     """Returns the lines that set numbers to 0 at padding."""
     rows = ["zero = torch.zeros(1, device=mask.device)  # float32, which bfloat16 becomes; float64 stays"]
     for name in (name for name in read if name in (*POLICIES, "entropy", "advantage")):
@@ -207,7 +185,7 @@ def _valid(read: Sequence[str]) -> str:
     return f"valid = {finite}.isfinite().all(){sampled}  # else NaN"
 
 
-def _docstring(objective: Parts, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
+def _docstring(objective: Objective, read: Sequence[str], given: Mapping[str, str]) -> list[str]:
     """Returns the docstring: the equation with its numbers, and the arguments."""
     text = objective.equation()
     for symbol, word in ASCII.items():

@@ -239,8 +239,7 @@ class Objective:
         command: what prints it, for the comment at its head. Raises `TrimtabError` naming a class of one of its parts
         that has no `code`.
         """
-        parts = code.Parts(**{name: getattr(self, name) for name in code.Parts._fields})
-        return code.write(parts, command or f'trimtab.objective("{self.name}", ...).code()')
+        return code.write(self, command or f'trimtab.objective("{self.name}", ...).code()')
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
         """Applies the weight and these masks."""
