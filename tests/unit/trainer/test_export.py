@@ -90,7 +90,7 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
     assert not [key for key in model.state_dict() if "lora" in key or "base_layer" in key]
     difference = (answers(model) - answers(trained)).abs().max()
     untouched = restore(run)[0]
-    assert difference < 1e-5
+    assert difference < 1e-4
     assert torch.equal(answers(untouched), answers(model))
     with torch.no_grad():
         for key, parameter in trained.named_parameters():
@@ -113,7 +113,7 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, name: str, capsys: pytest.
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     assert torch.equal(answers(loaded), answers(trained))
     merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out"))
-    assert (answers(loaded) - answers(merged)).abs().max() < 1e-5
+    assert (answers(loaded) - answers(merged)).abs().max() < 1e-4
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:

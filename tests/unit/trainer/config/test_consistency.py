@@ -282,6 +282,11 @@ def test_every_key_of_a_shipped_recipe_has_an_effect(name: str) -> None:
     check_recipe(config, from_section(config.objective.model_dump()), world_size=2)
 
 
+def test_sharding_is_for_several_ranks() -> None:
+    config = load_config("laboratory", ["sharding.offload=true"])
+    check_recipe(config, from_section(config.objective.model_dump()), world_size=2)
+
+
 def test_only_the_leader_keeps_the_processes_of_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     monkeypatch.setattr(rewards.Scorer, "close", lambda _: closed.append(rank))
