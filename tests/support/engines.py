@@ -27,7 +27,7 @@ PIECES = ["?", "<eos>", "\n", "a", "b", "c", "ab", "x\ny", "\n\n", " end", "é",
 EOS = 1
 SIZE = len(PIECES)
 
-_COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": SIZE,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -41,9 +41,9 @@ _COMMON = {
     "pad_token_id": EOS,
 }
 CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**COMMON, tie_word_embeddings=True),
     "llama3-rope": lambda: LlamaConfig(
-        **_COMMON,
+        **COMMON,
         rope_parameters={
             "rope_type": "llama3",
             "rope_theta": 10000.0,
@@ -53,13 +53,13 @@ CONFIGS: dict[str, Any] = {
             "original_max_position_embeddings": 32,
         },
     ),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
+    "qwen2": lambda: Qwen2Config(**COMMON),
+    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=16),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_COMMON, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
+        **COMMON, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
     ),
-    "mistral": lambda: MistralConfig(**_COMMON, head_dim=8, sliding_window=None),
-    "mistral-window": lambda: MistralConfig(**_COMMON, head_dim=8, sliding_window=12),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=8, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**COMMON, head_dim=8, sliding_window=12),
     "gpt2": lambda: GPT2Config(
         vocab_size=SIZE,
         n_embd=48,

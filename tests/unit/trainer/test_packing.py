@@ -60,14 +60,6 @@ def test_a_prompt_may_be_computed_for_each_response() -> None:
     assert micro.tokens.prompt_index.tolist() == [0, 1, 2]
 
 
-def test_rows_are_taken_in_the_order_asked_for() -> None:
-    rows = [trajectory(0, [5]), trajectory(1, [6], prompt=[9]), trajectory(0, [7])]
-    micro = to_tensors(rows, (1, 2), pad_id=0, device=CPU)
-    assert micro.tokens.response_ids.tolist() == [[6], [7]]
-    assert micro.tokens.prompt_ids.tolist() == [[0, 9], [1, 2]]
-    assert micro.tokens.prompt_index.tolist() == [0, 1]
-
-
 def test_keep_sets_travel_with_their_tokens() -> None:
     rows = [trajectory(0, [5, 6], kept=[[5, 4], [6]]), trajectory(0, [5], kept=[[5, 3]])]
     micro = SamplingMask().pack(to_tensors(rows, (0, 1), pad_id=0, device=CPU), rows)
@@ -172,19 +164,9 @@ def test_an_empty_micro_batch_adds_nothing(name: str) -> None:
     def logps(micro):
         current = micro.behavior * 0.9
         head = current[..., None] if built.centering else None
-        return PolicyLogps(
-            current=current,
-            behavior=micro.behavior,
-            mask=micro.mask,
-            proximal=current,
-            reference=None,
-            entropy=None,
-            off_policy=micro.off_policy if "off_policy" in built.needs else None,
-            turn=micro.turn,
-            age=micro.age,
-            head_current=head,
-            head_behavior=head,
-        )
+        marked = micro.off_policy if "off_policy" in built.needs else None
+        shared = {"turn": micro.turn, "age": micro.age, "head_current": head, "head_behavior": head}
+        return PolicyLogps(current, micro.behavior, micro.mask, current, off_policy=marked, **shared)
 
     alone = built.prepare(logps(real), real.advantage)
     state = alone + built.prepare(logps(empty), empty.advantage)

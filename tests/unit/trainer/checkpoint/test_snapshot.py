@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.runs.directory import RunDirectory
-from trimtab.runs.layout import CONFIG, checkpoint_folder
-from trimtab.trainer.checkpoint import store
-from trimtab.trainer.checkpoint.snapshot import _check_same_recipe, has_improved  # pyright: ignore[reportPrivateUsage]
+from trimtab.runs.layout import CONFIG
+from trimtab.trainer.checkpoint.snapshot import _check_same_recipe  # pyright: ignore[reportPrivateUsage]
 from trimtab.trainer.config import Config, load_config
 
 LAG = "trainer.max_lag=2"
@@ -65,14 +63,3 @@ def test_what_decides_the_numbers_may_not(tmp_path: Path, saved: list[str], conf
     with pytest.raises(TrimtabError, match=line):
         resume(tmp_path / "run", before, recipe(*config))
     assert (tmp_path / "run" / CONFIG).read_text() == before.dump()
-
-
-def test_the_best_checkpoint_must_be_better_than_the_best_before(tmp_path: Path) -> None:
-    metric = "eval/sort/greedy"
-    with RunDirectory.create(tmp_path / "run", recipe().dump()) as run:
-        trainer: Any = SimpleNamespace(run=run, config=recipe(f"eval.best={metric}"))
-        assert has_improved(trainer, {metric: 0.25})
-        checkpoint_folder(run.checkpoint_root, 1).mkdir(parents=True)
-        store.mark_best(run.checkpoint_root, 1, metric, 0.25)
-        assert [has_improved(trainer, {metric: value}) for value in (0.2, 0.25, 0.26)] == [False, False, True]
-        assert not has_improved(trainer, {"eval/sort/problems": 1.0})

@@ -33,7 +33,6 @@ def save(root: Path, *steps: int) -> None:
 
 def serials(result: store.LoadedCheckpoint | None) -> set[float]:
     """All numbers in a checkpoint made by `contents`; one number if it is whole."""
-    assert result is not None
     numbers = {float(x) for section in result.tensors.values() for t in section.values() for x in t}
     return numbers | {float(result.meta["serial"])}
 
@@ -117,10 +116,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "missing manifest": (lambda f: (f / "manifest.json").unlink(), "incomplete: manifest.json is missing"),
     "manifest of something else": (lambda f: (f / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "deep manifest": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
-    "digits in the manifest": (
-        lambda f: (f / "manifest.json").write_text(f'{{"step": {"1" * 5000}}}'),
-        "manifest.json cannot be read",
-    ),
+    "digits in the manifest": (lambda f: (f / "manifest.json").write_text(f"[{'1' * 5000}]"), "manifest.json cannot"),
     "manifest is a pipe": (lambda f: pipe(f / "manifest.json"), "manifest.json cannot be read"),
     "file is a pipe": (lambda f: pipe(f / "model.safetensors"), "model.safetensors cannot be read"),
     "manifest of a device": (lambda f: list_in_manifest(f, "/dev/zero", b""), "damaged or foreign"),
@@ -143,15 +139,6 @@ def test_damage_is_noticed_named_and_the_previous_checkpoint_used(tmp_path: Path
     assert serials(newest) == {10.0}
 
 
-def test_notify_replaces_the_warning(tmp_path: Path) -> None:
-    save(tmp_path, 10, 20, 30)
-    flip(tmp_path / "step-000030" / "meta.json", 0)
-    (tmp_path / "step-000020" / "manifest.json").unlink()
-    messages: list[str] = []
-    assert serials(store.latest(tmp_path, notify=messages.append)) == {10.0}
-    assert [("step-000030" in line, "step-000020" in line) for line in messages] == [(True, False), (False, True)]
-
-
 def test_no_checkpoint_is_none_but_only_damaged_ones_are_an_error(tmp_path: Path) -> None:
     assert store.latest(tmp_path / "absent") is None
     assert store.latest(tmp_path) is None
@@ -167,7 +154,7 @@ def test_the_newest_intact_one_of_some_steps_is_found(tmp_path: Path) -> None:
     (tmp_path / "step-000020" / "manifest.json").unlink()
     lines: list[str] = []
     assert serials(store.latest(tmp_path, notify=lines.append, among=[10, 20])) == {10.0}
-    assert len(lines) == 1
+    assert ["step-000020" in line for line in lines] == [True]
     assert store.latest(tmp_path, among=[5]) is None
     with pytest.raises(TrimtabError, match=r"no intact checkpoint.*step-000020"):
         store.latest(tmp_path, among=[20])
@@ -282,26 +269,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_an_error_inside_a_new_folder_removes_it(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with atomic.new_folder(tmp_path / "deep" / "model") as temporary:
-            (temporary / "half").write_text("x")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    with pytest.raises(KeyboardInterrupt), atomic.new_folder(tmp_path / "deep" / "model") as temporary:  # noqa: PT012
+        (temporary / "half").write_text("x")
+        raise KeyboardInterrupt
     assert list((tmp_path / "deep").iterdir()) == []
 
 
 def test_a_new_folder_never_replaces_one_unasked(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("precious")
-
-    def overwrite() -> None:
-        with atomic.new_folder(tmp_path / "model"):
-            pass
-
-    with pytest.raises(TrimtabError, match="not empty"):
-        overwrite()
+    with pytest.raises(TrimtabError, match="not empty"), atomic.new_folder(tmp_path / "model"):
+        pass
     assert (tmp_path / "model" / "mine").read_text() == "precious"
     assert [item.name for item in tmp_path.iterdir()] == ["model"]
 
@@ -328,23 +306,15 @@ def test_the_manifest_is_readable_by_other_tools(tmp_path: Path) -> None:
     }
 
 
-@contextmanager
-def umask(mask: int) -> Iterator[None]:
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
 def test_files_are_as_readable_as_the_umask_says(tmp_path: Path, mask: int) -> None:
-    with umask(mask):
+    before = os.umask(mask)
+    try:
         save(tmp_path, 1)
         atomic.write_text(tmp_path / "config.toml", "text")
         atomic.write_output(tmp_path / "report.html", b"page")
+    finally:
+        os.umask(before)
     files = [item for item in tmp_path.rglob("*") if item.is_file()]
     assert {item.suffix for item in files} >= {".safetensors", ".json", ".parquet", ".toml", ".html"}
-    assert {item.name: oct(item.stat().st_mode & 0o777) for item in files} == {
-        item.name: oct(0o666 & ~mask) for item in files
-    }
+    assert {oct(item.stat().st_mode & 0o777) for item in files} == {oct(0o666 & ~mask)}

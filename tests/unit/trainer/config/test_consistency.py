@@ -26,22 +26,18 @@ SERVER = "engine.type=server engine.server.urls=['http://a:1']"
 VLLM = "engine.type=vllm"
 SETS = f"{VLLM} engine.vllm.sampling_mask=true"
 TEACHER = "advantage.kind=distillation model.reference=laboratory"
+TOOLS = "environment.name=python sampling.max_tokens=32"
 SOUP, LUFFY, RAY = "objective.name=soup", "objective.name=luffy objective.length_max=11", "placement=ray"
 INVARIANT, REPLAY = "numerics=invariant", "routing.replay=rollout"
 
-# Recipes over `laboratory` that are refused, by what their messages have in common; each with words of its message.
+# Recipes over `laboratory` that are refused, by what their messages have in common; each with words of its message,
+# whose longest part is compared as a whole below.
 REFUSED = {
     "environment": [
         ("environment.name=python", "[environment] needs sampling.max_tokens"),
-        (
-            "environment.name=python sampling.max_tokens=32 eval.task=[{name='sort'}]",
-            "[[eval.task]] is asked without the tools",
-        ),
-        (f"environment.name=python sampling.max_tokens=32 {SOUP}", "[environment] and [prefix] cannot be combined"),
-        (
-            f"environment.name=python sampling.max_tokens=32 {LUFFY}",
-            "[environment] and [demonstrations] cannot be combined",
-        ),
+        (f"{TOOLS} eval.task=[{{name='sort'}}]", "[[eval.task]] is asked without the tools"),
+        (f"{TOOLS} {SOUP}", "[environment] and [prefix] cannot be combined"),
+        (f"{TOOLS} {LUFFY}", "[environment] and [demonstrations] cannot be combined"),
     ],
     "batches": [
         ("trainer.minibatches=17", "minibatches = 17 is more than trainer.prompts = 16"),
@@ -56,10 +52,7 @@ REFUSED = {
         (f"model.compile=true {VLLM}", "model.compile and engine.vllm.eager with engine.workers = 0"),
     ],
     "proximal": [
-        (
-            "trainer.proximal=snapshot routing.replay=proximal trainer.epochs=2",
-            'trainer.proximal = "snapshot" scores with other weights than those whose experts',
-        )
+        ("trainer.proximal=snapshot routing.replay=proximal trainer.epochs=2", 'trainer.proximal = "snapshot" scores')
     ],
     "one engine": [
         (f"{RAY} {SOUP} ray.engines=2", "[prefix] works with one engine: leave out ray.engines = 2"),
@@ -79,28 +72,10 @@ REFUSED = {
     "engines": [
         ("engine.type=server", "engine.server.urls is empty: name at least one"),
         (f"{SERVER} engine.server.urls=['http://a:1','http://b:1','http://a:1/']", "names http://a:1 twice"),
-        *(
-            (f"{SERVER} engine.server.urls=['{url}']", "is not the base URL of a server: write it like http")
-            for url in (
-                "http://a:99999",
-                "http://a:0",
-                "http://a:-1",
-                "http://a:x",
-                "a:1",
-                "http://a/v1",
-                "http://[::1",
-            )
-        ),
-        (
-            "environment.name=openenv environment.url=http://a:99999 sampling.max_tokens=9",
-            "environment.url: 'http://a:99999' is not the base URL",
-        ),
+        (f"{SERVER} engine.server.urls=['http://a/v1']", "is not the base URL of a server"),
+        ("environment.name=openenv environment.url=http://a:0 sampling.max_tokens=9", "environment.url: 'http://a:0'"),
         (f"{RAY} ray.engine_cpus=0", "engine_cpus and engine_gpus are both 0"),
-        (f"{RAY} ray.trainer_cpus=0", "trainer_cpus and trainer_gpus are both 0"),
-        (
-            f"{VLLM} engine.quantize=int8",
-            "engine.quantize and engine.noise need engine.type = \"embedded\"; 'vllm' has",
-        ),
+        (f"{VLLM} engine.quantize=int8", "engine.quantize and engine.noise need engine.type"),
         (f"{SERVER} engine.noise=0.1", "'server' has other options"),
     ],
     "invariant": [
@@ -114,12 +89,9 @@ REFUSED = {
     "tokens": [
         (f"{SETS}", "both engine.vllm.sampling_mask = true and a sampling.top_k above 0"),
         (f"{SETS} sampling.top_p=0.9", "or both of vLLM's"),
-        (f"{VLLM} sampling.top_p=0.9", "engine.vllm.sampling_mask = true"),
-        (f"{VLLM} sampling.top_k=20", "by the mass that was cut"),
+        (f"{VLLM} sampling.top_p=0.9", "by the mass that was cut"),
         (f"{SERVER} sampling.top_p=0.9", "servers do not return it (without the sets every ratio"),
-        (f"{SERVER} sampling.top_k=20", "set top_p = 1 and top_k = 0"),
         (f"{LUFFY} sampling.top_p=0.9", "traces of [demonstrations] were not drawn from any"),
-        (f"{LUFFY} sampling.top_k=5", "traces of [demonstrations] were not drawn from any"),
         (f"{REPLAY} {SERVER}", "servers return none"),
         (f"{REPLAY} {VLLM}", "vLLM returns them on GPUs only"),
         (f"{REPLAY} {LUFFY}", "no engine ran the traces of [demonstrations]"),
@@ -130,27 +102,15 @@ REFUSED = {
         ("objective.name=dapo perturbation.std=0.1", "[perturbation] needs an objective over the behavior policy"),
         ("objective.name=token-tis prefix.share=1", "[prefix] needs an objective over the behavior policy"),
         ("objective.name=another prefix.share=1 objective.name=token-tis", "not 'token-tis'"),
-        (
-            'objective.name=token-alp perturbation.std=0.1 objective.mask=[{kind="veto"}]',
-            '[perturbation] needs masks over the current policy, not veto over the proximal one: set over = "current"',
-        ),
+        ('objective.name=token-alp objective.mask=[{kind="veto"}]', "masks over the current policy, not veto over"),
         ("objective.name=oapl prefix.share=1", "'oapl' needs one behavior policy per response: leave [prefix] and"),
-        (
-            "objective.name=oapl trainer.in_flight=continue trainer.max_lag=2",
-            "'oapl' needs one behavior policy per resp",
-        ),
-        *(
-            (f"objective.name={name} trainer.max_lag=2", f"'{name}' tokens of older")
-            for name in ("dapo", "gspo", "cispo")
-        ),
+        ("objective.name=oapl trainer.in_flight=continue trainer.max_lag=2", "'oapl' needs one behavior policy"),
+        ("objective.name=gspo trainer.max_lag=2", "'gspo' tokens of older"),
         ("objective.name=dr-grpo objective.length_max=4 trainer.max_lag=2", "never reads their log-probs"),
         # A KL term that reads the behavior policy does not correct the policy term.
         ("objective.name=grpo objective.kl=unbiased objective.kl_coef=0.1 trainer.max_lag=2", "(token-tis, icepop"),
         ("routing.replay=proximal", "there is none with objective 'token-tis' and 1 updates of a batch"),
-        (
-            "objective.name=token-bypass routing.replay=proximal trainer.epochs=2",
-            "there is none with objective 'token-bypass'",
-        ),
+        ("objective.name=token-bypass routing.replay=proximal trainer.epochs=2", "none with objective 'token-bypass'"),
         ("objective.name=score-centering sampling.top_logprobs=0", "reads the sampler's most probable ids"),
         (f"objective.name=score-centering {SERVER}", "which servers do not return here"),
     ],
@@ -162,10 +122,7 @@ REFUSED = {
             for name in ("gspo", "gmpo", "opsm", "seq-bypass")
         ),
         ("objective.name=flash-reinforce trainer.dynamic_sampling=true", "from which advantage 'batch-mean' learns"),
-        (
-            "advantage.kind=batch-mean trainer.dynamic_sampling=true",
-            "dynamic_sampling replaces groups whose first rewards are equal",
-        ),
+        ("advantage.kind=batch-mean trainer.dynamic_sampling=true", "dynamic_sampling replaces groups"),
         ("advantage.kind=distillation", "needs a teacher: set model.reference"),
         (f"{TEACHER} trainer.dynamic_sampling=true", "from which advantage 'distillation' learns"),
         (f"{TEACHER} objective.name=gspo", "objective 'gspo' judges whole responses"),
@@ -173,10 +130,7 @@ REFUSED = {
         ("trainer.samples=1", "samples = 1 gives no training signal: advantage 'grpo' compares"),
     ],
     "task": [
-        (
-            "eval.best=eval/typo/greedy",
-            "'eval/typo/greedy' is not measured in this run (did you mean 'eval/sort/greedy'",
-        ),
+        ("eval.best=eval/typo/greedy", "is not measured in this run (did you mean 'eval/sort/greedy'"),
         ("eval.best=eval/sort/avg@8", "'eval/sort/avg@8' is not measured in this run (did you mean 'eval/sort/greedy'"),
         ("eval.best=eval/sort/avg@8 eval.samples=4", "(did you mean 'eval/sort/avg@4' or"),
         ("eval.task=[{name='sort'}]", "two tasks would log 'eval/sort/greedy'"),
@@ -199,33 +153,23 @@ UNUSED = [
     ("engine.hang_timeout=60.0", "engine.hang_timeout has no effect without engines in separate processes"),
     (f"{SERVER} engine.hang_timeout=60.0 trainer.max_lag=2", "engine.hang_timeout has no effect"),
     ("trainer.in_flight=continue", "trainer.in_flight has no effect without trainer.max_lag above 0"),
-    ("trainer.in_flight=continue trainer.max_lag=0", "trainer.in_flight has no effect"),
     ("guard.every=2", "guard.every has no effect without guard.on"),
     ("guard.lr_factor=0.3", "guard.lr_factor has no effect without guard.on"),
     ("guard.times=2", "guard.times has no effect without guard.on"),
     ("trainer.refill_rounds=2", "trainer.refill_rounds has no effect without trainer.dynamic_sampling"),
     ("optim.min_lr=1e-8", 'optim.min_lr has no effect without optim.schedule = "cosine"'),
     ("model.lora.alpha=8", "model.lora has no effect without model.lora.rank above 0"),
-    (
-        "trainer.max_lag=3 trainer.minibatches=2 trainer.epochs=2",
-        "trainer.max_lag has no effect without the updates of a step",
-    ),
+    ("trainer.max_lag=3 trainer.minibatches=2 trainer.epochs=2", "trainer.max_lag has no effect without the updates"),
     ("trainer.proximal=snapshot", "trainer.proximal has no effect without tokens of older weights"),
     ("trainer.proximal=snapshot trainer.sync_every=4 trainer.minibatches=4", "trainer.proximal has no effect without"),
-    (
-        "objective.name=token-bypass trainer.max_lag=2 trainer.proximal=snapshot",
-        "trainer.proximal has no effect on objective 'token-bypass'",
-    ),
+    ("objective.name=token-bypass trainer.max_lag=2 trainer.proximal=snapshot", "trainer.proximal has no effect on"),
     ("sharding.offload=true", "[sharding] has no effect with one process"),
     (f"{RAY} sharding.reshard=false", "[sharding] has no effect with one process"),
     ("advantage.value_beta=1.0", "value_beta has no effect on objective 'token-tis'"),
     ("sampling.top_logprobs=8", "top_logprobs has no effect on objective 'token-tis'"),
     ("objective.name=oapl trainer.max_lag=2", "trainer.max_lag has no effect on objective 'oapl'"),
     ("model.reference=laboratory", "model.reference has no effect on objective 'token-tis' without objective.kl_coef"),
-    (
-        "objective.name=oapl trainer.max_lag=8 trainer.sync_every=4 trainer.epochs=4",
-        "set trainer.sync_every above the updates of a step",
-    ),
+    ("objective.name=oapl trainer.max_lag=8 trainer.sync_every=4 trainer.epochs=4", "set trainer.sync_every above"),
 ]
 
 ACCEPTED = [
@@ -235,13 +179,10 @@ ACCEPTED = [
     f"{SOUP} trainer.sync_every=1",
     f"{LUFFY} engine.workers=0 demonstrations.per_group=7",
     "objective.name=dppo perturbation.std=0.1",
-    "objective.name=dppo prefix.ratio=0.25",
     "engine.hang_timeout=60.0 engine.workers=1",
-    "engine.hang_timeout=60.0 trainer.max_lag=2",
     f"engine.hang_timeout=60.0 {RAY}",
     f"{RAY} ray.trainers=2 sharding.offload=true",
     "sampling.top_p=0.9 sampling.top_k=20",
-    "sampling.top_p=0.9 engine.workers=1",
     f"{SETS} sampling.top_p=0.9 sampling.top_k=20",
     "trainer.sync_every=3 trainer.max_lag=2",
     "trainer.max_lag=4 trainer.minibatches=2 trainer.epochs=2",
@@ -252,12 +193,10 @@ ACCEPTED = [
     "objective.name=dapo trainer.max_lag=2 trainer.proximal=snapshot",
     "trainer.proximal=snapshot trainer.sync_every=4",
     "trainer.proximal=snapshot trainer.max_lag=2 routing.replay=rollout",
-    "advantage.kind=rloo",
     "advantage.kind=optimal-token",
     f"{TEACHER} trainer.samples=1",
     "objective.kl_coef=0.1 model.reference=laboratory",
     "objective.name=flash-reinforce trainer.samples=1",
-    "advantage.kind=batch-mean trainer.samples=1",
     "objective.name=score-centering sampling.top_logprobs=16",
     "eval.best=eval/sort/greedy",
     "routing.replay=proximal trainer.epochs=2",
@@ -345,10 +284,7 @@ def test_every_key_of_a_shipped_recipe_has_an_effect(name: str) -> None:
 
 def test_sharding_is_for_several_ranks() -> None:
     config = load_config("laboratory", ["sharding.offload=true"])
-    objective = from_section(config.objective.model_dump())
-    check_recipe(config, objective, world_size=2)
-    with pytest.warns(TrimtabWarning, match=r"\[sharding\]"):
-        check_recipe(load_config("laboratory", ["sharding.offload=true", RAY]), objective, 2)
+    check_recipe(config, from_section(config.objective.model_dump()), world_size=2)
 
 
 def test_only_the_leader_keeps_the_processes_of_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,9 +306,8 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
         return replace(built, close=lambda: (built.close(), closed.append("environment")))
 
     monkeypatch.setattr(environments, "build", build_and_record)
-    asked = "environment.name=python sampling.max_tokens=32"
     with pytest.raises(TrimtabError, match="exceed the 12 held-out"):
-        build_parts(load_config("laboratory", [*asked.split(), "eval.skip=9", "task.holdout=12"]))
+        build_parts(load_config("laboratory", [*TOOLS.split(), "eval.skip=9", "task.holdout=12"]))
     assert closed == ["scorer", "environment"]
 
     def fail(*_: object) -> None:
@@ -380,7 +315,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(run, "eval_tasks", fail)
     with pytest.raises(TrimtabError, match="no process"):
-        build_parts(load_config("laboratory", asked.split()))
+        build_parts(load_config("laboratory", TOOLS.split()))
     assert closed == ["scorer", "environment"] * 2
 
 

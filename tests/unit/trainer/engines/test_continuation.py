@@ -9,11 +9,24 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import CONFIGS, EOS, PIECES, SIZE, After, forward_logps, prompts, tiny, tokenizer, tokens
+from tests.support.engines import (
+    CONFIGS,
+    EOS,
+    PIECES,
+    SIZE,
+    After,
+    forward_logps,
+    prompt,
+    prompts,
+    tiny,
+    tokenizer,
+    tokens,
+)
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.engines.embedded import decoder, embedded_engine
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.engines.request import validate_request, validate_vllm_temperature
 from trimtab.trainer.models import laboratory
 from trimtab.types import Completion, SamplingParams
 
@@ -35,24 +48,6 @@ def begun(groups: Groups, lengths: Sequence[int]) -> Groups:
 
 def pairs(*groups: Groups) -> list[tuple[Completion, ...]]:
     return list(zip(*(chain(*group) for group in groups), strict=True))
-
-
-def same_bits(a: Completion, b: Completion) -> bool:
-    arrays = [(a.response_ids, b.response_ids), (a.logp_behavior, b.logp_behavior), (a.entropy, b.entropy)]
-    arrays += [(a.policy_version, b.policy_version), *zip(a.sampling_mask or (), b.sampling_mask or (), strict=True)]
-    return (a.text, a.finish_reason) == (b.text, b.finish_reason) and all(np.array_equal(x, y) for x, y in arrays)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)])
-def test_empty_prefixes_change_no_bit(name: str, dtype: torch.dtype) -> None:
-    engine, asked = make(name, dtype), prompts(LENGTHS)
-    for sampling in (STOPS, TRUNCATED):
-        plain = engine.generate(asked, 3, sampling, seed=1)
-        counted = engine.decoded_tokens, engine.prefilled_tokens
-        empty = engine.generate(asked, 3, sampling, seed=1, prefixes=[[Completion.empty()] * 3 for _ in asked])
-        assert all(same_bits(a, b) for a, b in pairs(plain, empty))
-        assert (engine.decoded_tokens, engine.prefilled_tokens) == (2 * counted[0], 2 * counted[1])
-        engine.decoded_tokens = engine.prefilled_tokens = 0
 
 
 # Truncation works on logits, whatever made them: both paths of decoding.
@@ -85,21 +80,7 @@ def test_a_responses_own_beginning_leads_to_the_same_response(
     assert {len(prefix.response_ids) for prefix in chain(*prefixes)} >= set(lengths)
 
 
-@pytest.mark.parametrize("lengths", [(3, 3, 3), (0, 2, 6)])
-def test_bfloat16_goes_on_within_its_precision(lengths: tuple[int, ...]) -> None:
-    """The laboratory model, whose distributions are smooth: rounding moves no log-prob far, a wrong place would."""
-    model, its_tokenizer = laboratory.build(0)
-    engine = EmbeddedEngine(model, its_tokenizer, torch.bfloat16)
-    asked = [replace(one, ids=one.ids % 14) for one in prompts([6, 11, 9])]
-    plain = engine.generate(asked, 3, FREE, seed=3)
-    again = engine.generate(asked, 3, FREE, seed=3, prefixes=begun(plain, lengths))
-    for whole, completion in pairs(plain, again):
-        equal = np.cumprod(whole.response_ids == completion.response_ids).astype(bool)
-        assert equal[:8].all()
-        np.testing.assert_allclose(completion.logp_behavior[equal], whole.logp_behavior[equal], atol=0.02)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe", "mistral-window", "gpt2", "laboratory"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe", "mistral-window", "gpt2", "laboratory"])
 def test_the_suffix_is_the_current_policys_and_the_prefix_stays_as_it_was(name: str) -> None:
     if name == "laboratory":
         (old, its_tokenizer), (new, _) = laboratory.build(0), laboratory.build(1)
@@ -236,25 +217,6 @@ def test_what_a_prefix_does_not_know_the_response_does_not_claim() -> None:
     assert other.entropy is not None
 
 
-@pytest.mark.parametrize(("name", "sampling"), [("qwen3-moe", STOPS), ("llama", TRUNCATED), ("gpt2", TRUNCATED)])
-def test_interrupted_again_and_again_it_ends_with_the_uninterrupted_tokens(name: str, sampling: SamplingParams) -> None:
-    engine, asked = make(name), prompts(LENGTHS)
-    plain = engine.generate(asked, 4, sampling, seed=3)
-    completions, calls = None, 0
-    while completions is None or any(one.finish_reason == "abort" for one in chain(*completions)):
-        completions = engine.generate(asked, 4, sampling, seed=3, prefixes=completions, abort=After(5))
-        calls += 1
-    assert calls == -(-sampling.max_tokens // 5)
-    assert tokens(completions) == tokens(plain)
-    for one, whole in zip(chain(*completions), chain(*plain), strict=True):
-        assert (one.finish_reason, one.text) == (whole.finish_reason, whole.text)
-        np.testing.assert_allclose(one.logp_behavior, whole.logp_behavior, atol=1e-4)
-        np.testing.assert_allclose(one.entropy, whole.entropy, atol=1e-4)
-        assert all(
-            np.array_equal(a, b) for a, b in zip(one.sampling_mask or (), whole.sampling_mask or (), strict=True)
-        )
-
-
 def test_set_before_the_call_nothing_is_run() -> None:
     engine, asked = make(), prompts(LENGTHS)
     out = engine.generate(asked, 2, STOPS, seed=3, abort=After(0))
@@ -291,3 +253,27 @@ def test_a_whole_response_comes_back_as_it_is_and_costs_nothing() -> None:
         asked, 3, longer, seed=1, prefixes=[[one.truncated(24) for one in group] for group in plain]
     )
     assert max(len(one.response_ids) for one in chain(*grown)) > 24
+
+
+def test_requests_that_cannot_be_sampled_are_refused() -> None:
+    validate_request([prompt([1, 2])], 1, SamplingParams(max_tokens=8), 0, vocabulary=3, context=10)
+    for asked, samples, sampling, seed, message in [
+        ([1], 0, SamplingParams(), 0, "samples = 0"),
+        ([1], 1, SamplingParams(max_tokens=0), 0, "max_tokens = 0"),
+        ([1], 1, SamplingParams(), -1, "seed = -1"),
+        ([1], 1, SamplingParams(top_p=0.0), 0, "need temperature >= 0, 0 < top_p <= 1"),
+        ([1], 1, SamplingParams(logprobs="raw"), 0, '"processed" log-probs only'),
+        ([], 1, SamplingParams(), 0, "has no tokens"),
+        ([3], 1, SamplingParams(max_tokens=1), 0, "outside the model's vocabulary of 3"),
+        ([1, 2, 0], 1, SamplingParams(max_tokens=8), 0, "context holds 10"),
+    ]:
+        with pytest.raises(TrimtabError, match=message):
+            validate_request([prompt(asked)], samples, sampling, seed, vocabulary=3, context=10)
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_temperatures_vllm_would_not_sample_at_are_refused(temperature: float) -> None:
+    with pytest.raises(TrimtabError, match="vLLM samples at"):
+        validate_vllm_temperature(SamplingParams(temperature=temperature))
+    for fine in (0.0, 0.01, 2.0):
+        validate_vllm_temperature(SamplingParams(temperature=fine))

@@ -16,10 +16,10 @@ from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import weight_quantization
-from trimtab.trainer.engines.factory import build_engines, split_devices, split_threads
+from trimtab.trainer.engines.factory import split_devices, split_threads
 from trimtab.trainer.engines.local_engine import build_engine
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.models.load import LoadedModel, default_device
+from trimtab.trainer.models.load import default_device
 
 SERVER = {"type": "server", "server": {"urls": ["http://127.0.0.1:1"]}}
 
@@ -32,10 +32,8 @@ def config(engine: dict, **trainer: int) -> Config:
     ("engine", "trainer", "count"),
     [
         ({}, {}, 0),
-        ({}, {"max_lag": 0}, 0),
         ({}, {"max_lag": 2}, 1),
         ({"workers": 0}, {"max_lag": 2}, 0),
-        ({"workers": 1}, {}, 1),
         ({"workers": 2}, {}, 2),
         ({"workers": 3}, {"max_lag": 2}, 3),
         ({"type": "vllm"}, {"max_lag": 2}, 1),
@@ -49,14 +47,10 @@ def test_processes_of_their_own(engine: dict, trainer: dict, count: int) -> None
 @pytest.mark.parametrize(
     ("cores", "workers", "beside", "shares"),
     [
-        (2, 1, True, (1, 1)),
         (2, 1, False, (2, 2)),
         (8, 3, False, (8, 2)),
         (2, 3, False, (2, 1)),
-        (1, 1, True, (1, 1)),
-        (8, 1, True, (4, 4)),
         (8, 2, True, (4, 2)),
-        (2, 5, True, (1, 1)),
     ],
 )
 def test_shares_of_the_cores(cores: int, workers: int, beside: bool, shares: tuple[int, int]) -> None:
@@ -90,21 +84,10 @@ def test_an_engine_elsewhere_is_built_from_the_recipe_and_the_files_of_the_model
     assert sent(vllm) == vllm
     save_model_files(*laboratory.build(0), tmp_path / "model")
     model, tokenizer = laboratory.build(0)
-    engine, own = (
-        build_engine(sent(recipe), tmp_path / "model"),
-        EmbeddedEngine(model.to(default_device()), tokenizer, quantization=weight_quantization(recipe)),
-    )
+    engine = build_engine(sent(recipe), tmp_path / "model")
+    own = EmbeddedEngine(model.to(default_device()), tokenizer, quantization=weight_quantization(recipe))
     for one in (engine, own):
         one.update_weights(laboratory.build(1)[0].named_parameters(), version=3)
     for (name, weight), (twin, other) in zip(engine.named_weights(), own.named_weights(), strict=True):
         assert name == twin
         assert torch.equal(weight, other)
-
-
-def test_without_processes_the_engine_is_in_this_one(tmp_path: Path) -> None:
-    model, tokenizer = laboratory.build(0)
-    threads = torch.get_num_threads()
-    [engine] = build_engines(config({"dtype": "float32"}), LoadedModel(model, tokenizer, ""), tmp_path)
-    assert isinstance(engine, EmbeddedEngine)
-    assert torch.get_num_threads() == threads
-    assert next(iter(engine.named_weights()))[1].dtype == torch.float32

@@ -25,34 +25,23 @@ def end(rule: StopChecker, response: list[int]) -> int | None:
 @pytest.mark.parametrize(
     ("stop", "pieces", "length", "text"),
     [
-        ("\n", ("a", "\n", "b"), 2, "a"),
-        ("\n", ("a", "x\ny", "b"), 2, "ax"),  # ends inside a token: the id stays, the text is cut
-        ("\n", ("a", "\n\n", "b"), 2, "a"),
-        ("ba", ("a", "b", "ab", "c"), 3, "a"),  # begins in one token, ends inside the next
-        ("\n\n", ("a", "\n", "\n", "b"), 3, "a"),
-        ("abc end", ("ab", "c", " end"), 3, ""),
-        ("é", ("a", "é"), 2, "a"),
-        ("zz", ("a", "b"), None, "ab"),
+        (("\n",), ("a", "\n", "b"), 2, "a"),
+        (("\n",), ("a", "x\ny", "b"), 2, "ax"),  # ends inside a token: the id stays, the text is cut
+        (("\n",), ("a", "\n\n", "b"), 2, "a"),
+        (("ba",), ("a", "b", "ab", "c"), 3, "a"),  # begins in one token, ends inside the next
+        (("\n\n",), ("a", "\n", "\n", "b"), 3, "a"),
+        (("abc end",), ("ab", "c", " end"), 3, ""),
+        (("é",), ("a", "é"), 2, "a"),
+        (("zz",), ("a", "b"), None, "ab"),
+        (("ab" * 30 + "c", "never"), ("c", *"ab" * 30, "c", "a"), 62, "c"),  # far longer than a token
+        (("y", "\n"), ("a", "x\ny"), 2, "ax"),  # the earliest of several
     ],
 )
-def test_stop_strings(stop: str, pieces: tuple[str, ...], length: int | None, text: str) -> None:
-    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=(stop,)))
+def test_stop_strings(stop: tuple[str, ...], pieces: tuple[str, ...], length: int | None, text: str) -> None:
+    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=stop))
     response = ids(*pieces)
-    assert end(rule, response) == length
+    assert end(rule, response) == rule.end(response) == length
     assert rule.text(response[:length]) == text
-
-
-def test_a_stop_string_far_longer_than_one_token_is_found() -> None:
-    stop = "ab" * 30 + "c"
-    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=(stop, "never")))
-    response = ids(*"c", *"ab" * 30, "c", "a")
-    assert end(rule, response) == 62
-    assert rule.text(response[:62]) == "c"
-
-
-def test_the_earliest_of_several_stop_strings_cuts_the_text() -> None:
-    rule = StopChecker(tokenizer(), [EOS], SamplingParams(stop=("y", "\n")))
-    assert rule.text(ids("a", "x\ny")) == "ax"
 
 
 def test_characters_of_several_tokens_are_found_when_complete() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.engines import CONFIGS, tiny
+from tests.unit.trainer.checkpoint.test_store import small_files
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.engines.weight_transfer import PREFIX, SharedWeights, WeightFolder, WeightManifest, entries, share
@@ -207,15 +206,8 @@ class TestPublished:
 
     def test_a_full_disk_is_reported_and_leaves_nothing(self, tmp_path: Path) -> None:
         published = WeightFolder(str(tmp_path), torch.float32)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        try:
-            with pytest.raises(TrimtabError, match="free space there"):
-                published.write({"a": torch.zeros(100_000)}, 1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, old)
+        with small_files(4096), pytest.raises(TrimtabError, match="free space there"):
+            published.write({"a": torch.zeros(100_000)}, 1)
         assert not list(tmp_path.glob("*/.*"))
 
     def test_mistakes_are_reported(self, tmp_path: Path) -> None:

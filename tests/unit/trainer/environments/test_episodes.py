@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.errors import TrimtabError
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.environment import check_class, tool_names
 from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes
-from trimtab.trainer.environments.formats import CUT, Format, Tag
-from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, TurnResult
+from trimtab.trainer.environments.formats import Format, Tag
+from trimtab.types import EXTERNAL_VERSION, Completion, EpisodeOutcome, FinishReason, Problem, Prompt, TurnResult
 
 LIMITS = EnvironmentConfig(name="class", max_turns=3, max_turn_tokens=64, max_observation_tokens=16, timeout=5.0)
 
 
 class Counter:
-    """Counts; raises, hangs and returns what it is asked to."""
+    """Counts; raises and returns what it is asked to."""
 
     def reset(self, **row: Any) -> str | None:
         self.row, self.count, self.closed = row, 0, False
@@ -56,23 +55,10 @@ class Counter:
         """Raises."""
         raise KeyError("nothing here")
 
-    def hang(self) -> None:
-        """Never returns."""
-        threading.Event().wait()
-
-    def long(self) -> str:
-        """Returns many words."""
-        return " ".join(map(str, range(100)))
-
     def _private(self) -> None: ...
 
     def close(self) -> None:
         self.closed = True
-
-
-class Rewarding(Counter):
-    def get_reward(self) -> float:
-        return float(self.count)
 
 
 def start(
@@ -83,11 +69,13 @@ def start(
     samples: int = 2,
     max_tokens: int = 200,
     form: Format | None = None,
+    problems: Sequence[Problem] = (Problem("p1", "How much?", "3", {"level": 2}),),
+    encoder: Callable[[Problem, Any], Prompt] | None = None,
+    **more: int,
 ) -> Episodes:
-    tools = tuple(tool_names(kind))
-    runner = EpisodeRunner(kind, form or Tag(tools), limits, tokenizer, max_tokens, encode)
-    problem = Problem("p1", "How much?", "3", {"level": 2})
-    return Episodes(runner, [encode(problem, tokenizer)], samples, [0])
+    form = form or Tag(tuple(tool_names(kind)))
+    runner = EpisodeRunner(kind, form, limits, tokenizer, max_tokens, encoder or encode, **more)
+    return Episodes(runner, [encode(problem, tokenizer) for problem in problems], samples, [0] * len(problems))
 
 
 def encode(problem: Problem, tokenizer: Any) -> Prompt:
@@ -110,12 +98,29 @@ def append(tokenizer: Any, before: Completion | None, text: str, *, sampled: boo
     )
 
 
-def answer(episodes: Episodes, completion: Completion, sample: int = 0) -> TurnResult:
-    episodes.submit(0, sample, completion)
+def answer(episodes: Episodes, completion: Completion, sample: int = 0, prompt: int = 0) -> TurnResult:
+    episodes.submit(prompt, sample, completion)
     result = None
     while result is None:
-        result = episodes.result(0, sample, 0.1)
+        result = episodes.result(prompt, sample, 0.1)
     return result
+
+
+def text_of(tokenizer: Any, result: TurnResult) -> str:
+    return tokenizer.decode(result.ids.tolist())
+
+
+def outcome(episodes: Episodes, turn: Completion) -> EpisodeOutcome:
+    """That of the first of two responses of the same turn."""
+    [[one, _]] = episodes.finish([[turn, turn]])
+    return one.outcome
+
+
+def finished(episodes: Episodes, turn: Completion) -> tuple[FinishReason | None, str | None]:
+    """Why the response ended after its turn, and why its episode failed; then it has no reward."""
+    reason, last = answer(episodes, turn).finish_reason, outcome(episodes, turn)
+    assert last.failure is None or last.reward is None
+    return reason, last.failure
 
 
 def test_a_turn_that_does_not_begin_with_those_before_it_is_refused(tokenizer: Any) -> None:
@@ -132,10 +137,6 @@ def test_a_turn_that_does_not_begin_with_those_before_it_is_refused(tokenizer: A
     episodes.close()
 
 
-def text_of(tokenizer: Any, result: TurnResult) -> str:
-    return tokenizer.decode(result.ids.tolist())
-
-
 def test_calls_reach_the_environment_of_their_sample(tokenizer: Any) -> None:
     episodes = start(tokenizer)
     first = append(tokenizer, None, "I add. <add>2</add>")
@@ -145,8 +146,6 @@ def test_calls_reach_the_environment_of_their_sample(tokenizer: Any) -> None:
     assert text_of(tokenizer, answer(episodes, again)) == "<output>5</output>"
     assert text_of(tokenizer, answer(episodes, first, sample=1)) == "<output>2</output>"
     [[one, two]] = episodes.finish([[again, first]])
-    assert one.outcome is not None
-    assert two.outcome is not None
     assert (one.outcome.calls, two.outcome.calls, one.outcome.tool_errors) == (2, 1, 0)
     assert one.outcome.reward is None
 
@@ -190,12 +189,7 @@ def test_responses_whose_environments_begin_differently_have_prompts_of_their_ow
     assert [prompt.text[20:28] for prompt in episodes.prompts] == ["Number 1", "Number 2"]
     assert episodes.samples == 1
     one, two = (append(tokenizer, None, f"<add>{step}</add>") for step in (3, 5))
-    results = []
-    for index, turn in enumerate((one, two)):
-        episodes.submit(index, 0, turn)
-        results.append(None)
-        while results[index] is None:
-            results[index] = episodes.result(index, 0, 0.1)
+    results = [answer(episodes, turn, prompt=index) for index, turn in enumerate((one, two))]
     assert [text_of(tokenizer, result) for result in results] == ["<output>3</output>", "<output>5</output>"]
     [group] = episodes.finish([[one], [two]])
     outcomes = [completion.outcome for completion in group if completion.outcome]
@@ -206,60 +200,23 @@ def test_responses_whose_environments_begin_differently_have_prompts_of_their_ow
     ("text", "observation"),
     [
         ("<fail></fail>", "Error: KeyError: 'nothing here'"),
-        (
-            "<add>2.5</add>",
-            'Error: add: step = "2.5": Input should be a valid integer, unable to parse string as an integer',
-        ),
         ("<add></add>", "Error: add: missing a required argument: 'step'"),
     ],
 )
 def test_errors_of_a_tool_are_reported_to_the_model(tokenizer: Any, text: str, observation: str) -> None:
-    episodes = start(tokenizer, limits=LIMITS.model_copy(update={"max_observation_tokens": 60}))
-    turn = append(tokenizer, None, text)
+    episodes, turn = start(tokenizer), append(tokenizer, None, text)
     assert text_of(tokenizer, answer(episodes, turn)) == f"<output>{observation}</output>"
-    [[one, _]] = episodes.finish([[turn, turn]])
-    assert one.outcome is not None
-    assert (one.outcome.calls, one.outcome.tool_errors, one.outcome.failure) == (1, 1, None)
-
-
-def test_an_environment_that_hangs_costs_its_episode(tokenizer: Any) -> None:
-    episodes = start(tokenizer, Rewarding, limits=LIMITS.model_copy(update={"timeout": 0.2}))
-    hanging, adding = append(tokenizer, None, "<hang></hang>"), append(tokenizer, None, "<add>2</add>")
-    assert answer(episodes, hanging).finish_reason == "stop"
-    assert text_of(tokenizer, answer(episodes, adding, sample=1)) == "<output>2</output>"
-    [[one, two]] = episodes.finish([[hanging, adding]])
-    assert one.outcome is not None
-    assert two.outcome is not None
-    assert one.outcome.failure == "a tool did not return within 0.2 s (environment.timeout)"
-    assert one.outcome.reward is None
-    assert (two.outcome.failure, two.outcome.reward) == (None, 2.0)
+    last = outcome(episodes, turn)
+    assert (last.calls, last.tool_errors, last.failure) == (1, 1, None)
 
 
 @pytest.mark.parametrize("where", ["reset", "get_reward"])
 def test_an_environment_that_raises_costs_its_episode(tokenizer: Any, where: str) -> None:
-    class Broken(Rewarding): ...
-
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no disk")
 
-    setattr(Broken, where, broken)
-    episodes = start(tokenizer, Broken)
-    turn = append(tokenizer, None, "5")
-    assert answer(episodes, turn).finish_reason == "stop"
-    [group] = episodes.finish([[turn, turn]])
-    for one in group:
-        assert one.outcome is not None
-        assert one.outcome.failure == f"{where} raised ValueError: no disk"
-
-
-def test_long_results_are_cut_in_the_middle(tokenizer: Any) -> None:
-    result = answer(start(tokenizer), append(tokenizer, None, "<long></long>"))
-    text = text_of(tokenizer, result)
-    assert text.startswith("<output>0 1")
-    assert text.endswith("99</output>")
-    assert CUT in text
-    around = len(tokenizer("<output></output>" + CUT)["input_ids"])
-    assert len(result.ids) <= 16 + around + 2  # tokens may merge or split where parts meet
+    episodes = start(tokenizer, type("Broken", (Counter,), {where: broken}))
+    assert finished(episodes, append(tokenizer, None, "5")) == ("stop", f"{where} raised ValueError: no disk")
 
 
 def test_the_last_turn_makes_no_call(tokenizer: Any) -> None:
@@ -269,9 +226,8 @@ def test_the_last_turn_makes_no_call(tokenizer: Any) -> None:
         turn = append(tokenizer, turn, text_of(tokenizer, answer(episodes, turn)), sampled=False)
     turn = append(tokenizer, turn, "<add>1</add>")
     assert answer(episodes, turn).finish_reason == "length"
-    [[one, _]] = episodes.finish([[turn, turn]])
-    assert one.outcome is not None
-    assert (one.outcome.calls, one.outcome.void) == (2, False)
+    last = outcome(episodes, turn)
+    assert (last.calls, last.void) == (2, False)
 
 
 def test_a_result_that_does_not_fit_ends_the_episode(tokenizer: Any) -> None:
@@ -298,9 +254,7 @@ def test_a_result_that_does_not_fit_ends_the_episode(tokenizer: Any) -> None:
 )
 def test_void_turns(tokenizer: Any, pattern: str | None, text: str, void: bool) -> None:
     turn = append(tokenizer, None, text)
-    [[one, _]] = start(tokenizer, limits=LIMITS.model_copy(update={"answer": pattern})).finish([[turn, turn]])
-    assert one.outcome is not None
-    assert one.outcome.void == void
+    assert outcome(start(tokenizer, limits=LIMITS.model_copy(update={"answer": pattern})), turn).void == void
 
 
 def test_a_cut_call_that_begins_with_a_special_token_is_not_an_answer(tokenizer: Any) -> None:
@@ -314,22 +268,7 @@ def test_a_cut_call_that_begins_with_a_special_token_is_not_an_answer(tokenizer:
     limits = LIMITS.model_copy(update={"answer": r"\d"})
     for words, void in (("<|im_start|>add 5", True), ("5 <|im_start|>add", False), ("5", False)):
         turn = replace(append(tokenizer, None, words), text=words.replace("<|im_start|>", ""))
-        [[one, _]] = start(tokenizer, limits=limits, form=Special(("add",))).finish([[turn, turn]])
-        assert one.outcome is not None
-        assert one.outcome.void == void
-
-
-def test_an_environment_that_cannot_be_closed_is_reported(tokenizer: Any) -> None:
-    closed: list[Counter] = []
-
-    class Stuck(Counter):
-        def close(self) -> None:
-            closed.append(self)
-            raise OSError("the socket is gone")
-
-    with pytest.warns(TrimtabWarning, match=r"close\(\) of an environment raised OSError: the socket is gone"):
-        start(tokenizer, Stuck).close()
-    assert len(closed) == 2
+        assert outcome(start(tokenizer, limits=limits, form=Special(("add",))), turn).void == void
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_end|>b<|endoftext|>", "<<|im_start|>system\n", "no token"])
@@ -355,12 +294,9 @@ def test_classes_that_are_not_environments() -> None:
         def add(self, step) -> None:
             """Adds."""
 
-    with pytest.raises(TrimtabError, match="'NoReset' has no method reset"):
-        check_class(NoReset, "NoReset")
-    with pytest.raises(TrimtabError, match="'NoTool' has no tool"):
-        check_class(NoTool, "NoTool")
-    with pytest.raises(TrimtabError, match=r"tool 'add'.*type hint"):
-        check_class(NoHints, "NoHints")
-
+    lines = {NoReset: "has no method reset", NoTool: "'NoTool' has no tool", NoHints: "tool 'add'.*type hint"}
+    for kind, line in lines.items():
+        with pytest.raises(TrimtabError, match=line):
+            check_class(kind, kind.__name__)
     check_class(Counter, "Counter")
-    assert tool_names(Counter) == ["add", "fail", "hang", "later", "long", "word"]
+    assert tool_names(Counter) == ["add", "fail", "later", "word"]

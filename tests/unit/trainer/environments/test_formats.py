@@ -1,4 +1,4 @@
-"""Calls and results as text."""
+"""Calls and results as text, and in a chat template, of which only what is new is appended."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.chat_tokenizers import bundled_tokenizer
+from tests.support.chat_tokenizers import bundled_tokenizer, tokenizer
+from tests.unit.trainer.environments.test_episodes import LIMITS, append, outcome, start
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.formats import Call, Fence, Tag, ToolError, build_format
+from trimtab.trainer.environments.formats import Chat as ChatFormat
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Chat, Plain
 from trimtab.types import Problem
@@ -58,60 +60,30 @@ def test_the_opening_line_of_a_block_is_not_a_stop() -> None:
     assert stop in "Text\n```python\nx\n```\n"
 
 
-def test_unknown_formats_are_one_line() -> None:
-    with pytest.raises(TrimtabError, match=r"unknown format 'tags'.*'tag'"):
-        build_format("tags", ("python",))
-    with pytest.raises(TrimtabError, match="does not name the tool, and there are 2"):
-        build_format("fence", ("a", "b"))
-    with pytest.raises(TrimtabError, match="has no 'render'"):
-        build_format("tests.unit.trainer.environments.test_formats:NoRender", ())
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Argument", r"cannot be made without arguments \(.*'mark'.*\): write __init__\(self\)"),
-        ("OneStop", r"stop = '!' must be a tuple of strings"),
-        ("OneBegin", r"begin = '<call>' must be a tuple of strings"),
+        ("tags", r"unknown format 'tags'.*'tag'"),
+        ("fence", "does not name the tool, and there are 2"),
+        (f"{__name__}:NoRender", "has no 'render'"),
+        (f"{__name__}:Argument", r"cannot be made without arguments \(.*'mark'.*\): write __init__\(self\)"),
+        (f"{__name__}:OneStop", r"stop = '!' must be a tuple of strings"),
+        (f"{__name__}:OneBegin", r"begin = '<call>' must be a tuple of strings"),
     ],
 )
 def test_mistakes_in_a_format_are_one_line(name: str, message: str) -> None:
     with pytest.raises(TrimtabError, match=message):
-        build_format(f"tests.unit.trainer.environments.test_formats:{name}", ())
+        build_format(name, ("a", "b"))
 
 
 def test_a_list_of_stops_is_taken() -> None:
-    section = EnvironmentConfig(name="class", format="tests.unit.trainer.environments.test_formats:Stops")
-    assert environments.build(section, Two).adapt(task(("\n",))).stop == ("\n", "!", "?")
+    section = EnvironmentConfig(name="class", format=f"{__name__}:Stops")
+    assert environments.build(section, Single).adapt(task(("\n",))).stop == ("\n", "!", "?")
 
 
-class Two:
-    """Tools that need no, one and two arguments."""
-
+class Both:
     def reset(self, **row: Any) -> None: ...
 
-    @staticmethod
-    def one(text: str, more: str = "") -> str:
-        """Repeats.
-
-        Args:
-            text: what is repeated.
-            more: what follows.
-        """
-        return text + more
-
-    def add(self, left: int, right: int = 0, /, *rest: int) -> int:
-        """Adds.
-
-        Args:
-            left: a number.
-            right: another one.
-            rest: more.
-        """
-        return left + right + sum(rest)
-
-
-class Three(Two):
     def both(self, left: int, right: int) -> int:
         """Adds.
 
@@ -122,10 +94,16 @@ class Three(Two):
         return left + right
 
 
-class OnlyBoth:
-    def reset(self, **row: Any) -> None: ...
+class WithPositions(Both):
+    def add(self, left: int, right: int = 0, /, *rest: int) -> int:
+        """Adds.
 
-    both = Three.both
+        Args:
+            left: a number.
+            right: another one.
+            rest: more.
+        """
+        return left + right + sum(rest)
 
 
 class Single:
@@ -152,8 +130,8 @@ def test_the_arguments_of_a_tool_that_needs_several_are_a_json_object() -> None:
     for content in ("6, 7", "[6, 7]", "[" * 100_000):
         with pytest.raises(ToolError, match="both: the call is not a JSON object of arguments"):
             form.parse(f"<both>{content}</both>")
-    built = environments.build(EnvironmentConfig(name="class"), Three).adapt(task(("\n",)))
-    assert built.stop == ("\n", "</add>", "</both>", "</one>")
+    built = environments.build(EnvironmentConfig(name="class"), WithPositions).adapt(task(("\n",)))
+    assert built.stop == ("\n", "</add>", "</both>")
 
 
 def test_advice_about_formats_ends_at_one_that_works() -> None:
@@ -170,7 +148,7 @@ def test_advice_about_formats_ends_at_one_that_works() -> None:
 
 def refused(form: str, style: Plain | Chat) -> str | None:
     """The format that the refusal of a format advises; None where it works."""
-    built = environments.build(EnvironmentConfig(name="class", format=form), OnlyBoth)
+    built = environments.build(EnvironmentConfig(name="class", format=form), Both)
     try:
         built.adapt(replace(task(("###",)), template=style))
         built.runner(bundled_tokenizer(), 64, lambda *_: None)  # type: ignore[arg-type]
@@ -194,26 +172,22 @@ def test_prompts_describe_the_tools_where_nobody_else_does() -> None:
     assert "begins with ```python and ends with ```" in prompt("fence", Chat())
     assert "code (string): what is repeated." in prompt("fence", Chat())
     assert '<both>{"left": LEFT, "right": RIGHT}</both>: Adds. left (integer): a number. right' in prompt(
-        "tag", Plain(), kind=OnlyBoth
+        "tag", Plain(), kind=Both
     )
     # What the user wrote stays as it is.
     assert prompt("tag", Plain(), "Example. ") == "Example. How much?"
     assert "Tools can be called" not in prompt("tag", Chat(system="Call <python>."))
 
 
-@pytest.mark.parametrize(("form", "stop"), [("fence", "\n"), ("fence", "```"), ("tag", ">"), ("tag", "<python")])
+@pytest.mark.parametrize(
+    ("form", "stop"), [("fence", "\n"), ("fence", "```"), ("tag", ">"), ("tag", "<python"), ("chat", "\n")]
+)
 def test_a_stop_of_the_task_inside_every_call_is_refused(form: str, stop: str) -> None:
     built = environments.build(EnvironmentConfig(name="class", format=form), Single)
+    template = Chat() if form == "chat" else Plain()
     with pytest.raises(TrimtabError, match=r"a turn of task 'numbers' ends at .* before a call in environment\.format"):
-        built.adapt(task(("###", stop)))
-    assert built.adapt(task(("###",))).stop[0] == "###"
-
-
-def test_a_stop_of_the_task_inside_every_call_of_the_chat_template_is_refused() -> None:
-    built = environments.build(EnvironmentConfig(name="class", format="chat"), Single)
-    with pytest.raises(TrimtabError, match=r"ends at '\\n', before a call in environment\.format = 'chat'"):
-        built.adapt(replace(task(("\n",)), template=Chat()))
-    assert built.adapt(replace(task(("###",)), template=Chat())).stop == ("###", "</tool_call>")
+        built.adapt(replace(task(("###", stop)), template=template))
+    assert built.adapt(replace(task(("###",)), template=template)).stop[0] == "###"
 
 
 class Argument:
@@ -247,3 +221,123 @@ class NoRender:
     def parse(self, text: str) -> Call | None:
         del text
         return None
+
+
+TEMPLATE = """{%- if tools %}<|im_start|>system
+Tools: {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and DROP and not loop.last %}{{ m.content.split('</think>')[-1] }}
+{%- else %}{{ m.content }}{% endif %}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+class Search:
+    def reset(self, **row: Any) -> None: ...
+
+    def search(self, text: str, limit: int = 3) -> str:
+        """Searches.
+
+        Args:
+            text: what is searched for.
+            limit: how many results.
+        """
+        return f"{limit} results for {text}"
+
+
+SCHEMAS = environments.build(EnvironmentConfig(name="class"), Search).schemas()
+
+
+def of(form: str, instructions: str = "") -> environments.BuiltEnvironment:
+    return environments.build(EnvironmentConfig(name="class", format=form, instructions=instructions), Search)
+
+
+@pytest.fixture(scope="module")
+def appending() -> Any:
+    return tokenizer(TEMPLATE.replace("DROP", "false"))
+
+
+def chat_task() -> BuiltTask:
+    problem = Problem("1", "Find a.", "a")
+    return BuiltTask("t", [problem], [problem], Chat(), (), (), 8)
+
+
+def test_a_result_is_what_the_template_puts_between_two_turns(appending: Any) -> None:
+    form = ChatFormat(appending, SCHEMAS)
+    text = form.render("three results")
+    assert text == "<|im_end|>\n<|im_start|>tool\nthree results<|im_end|>\n<|im_start|>assistant\n"
+    call = {"type": "function", "function": {"name": "search", "arguments": {"text": "a"}}}
+    messages = [
+        {"role": "user", "content": "Find a."},
+        {"role": "assistant", "content": "Yes.", "tool_calls": [call]},
+        {"role": "tool", "name": "search", "content": "three results"},
+    ]
+    whole = appending.apply_chat_template(messages, tools=list(SCHEMAS), tokenize=False, add_generation_prompt=True)
+    turn = appending.apply_chat_template(messages[:2], tools=list(SCHEMAS), tokenize=False).rstrip("\n")
+    assert whole == turn.removesuffix("<|im_end|>") + text
+    assert form.stop == of("chat").adapt(chat_task()).stop == ("</tool_call>",), "the turn ends where the call ends"
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ('Yes.<tool_call>{"name": "search", "arguments": {"text": "a"}}</tool_call><|im_end|>', {"text": "a"}),
+        ('<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>', {}),
+        ('<tool_call>{"name": "search"}</tool_call>', {}),
+        ("The answer is 5.<|im_end|>", None),
+    ],
+)
+def test_calls_are_parsed(appending: Any, text: str, call: dict[str, Any] | None) -> None:
+    assert ChatFormat(appending, SCHEMAS).parse(text) == (None if call is None else Call("search", call))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<tool_call>search</tool_call>", "the call is not"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion limit exceeded"),
+        ('<tool_call>{"name": "search", "arguments": "a"}</tool_call>', "arguments: Input should be an object"),
+        ('<tool_call>{"name": 5}</tool_call>', "name: Input should be a valid string"),
+        ("<tool_call>[]</tool_call>", "Input should be an object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "the call is not"),
+    ],
+)
+def test_invalid_calls_are_reported_to_the_model(appending: Any, text: str, message: str) -> None:
+    with pytest.raises(ToolError, match=message):
+        ChatFormat(appending, SCHEMAS).parse(text)
+
+
+def test_templates_that_cannot_be_continued_are_refused() -> None:
+    with pytest.raises(TrimtabError, match=r"changes earlier turns.*'tag'"):
+        ChatFormat(tokenizer(TEMPLATE.replace("DROP", "true")), SCHEMAS)
+    with pytest.raises(TrimtabError, match="does not show tools"):
+        ChatFormat(bundled_tokenizer(), SCHEMAS)
+    with pytest.raises(TrimtabError, match="does not end a message with"):
+        ChatFormat(tokenizer(TEMPLATE.replace("DROP", "false").replace("<|im_end|>", "###")), SCHEMAS)
+
+
+def test_prompts_show_the_tools(appending: Any) -> None:
+    problem, task = Problem("1", "Find a.", "a"), chat_task()
+    text = of("chat").adapt(task).prompt_text(problem, appending)
+    assert '"name": "search"' in text
+    assert text.endswith("<|im_start|>user\nFind a.<|im_end|>\n<|im_start|>assistant\n")
+    assert '"search"' not in task.prompt_text(problem, appending)
+    plain = BuiltTask("t", [problem], [problem], Plain(), (), ("\n",), 8)
+    with pytest.raises(TrimtabError, match=r"needs prompts in the chat template"):
+        of("chat").adapt(plain)
+    with pytest.raises(TrimtabError, match=r"task\.system"):
+        of("tag", "Example.").adapt(task)
+    adapted = of("tag", "Example. ").adapt(plain)
+    assert adapted.prompt_text(problem, appending) == "Example. Find a."
+    assert adapted.stop == ("\n", "</search>")
+
+
+@pytest.mark.parametrize(("before", "void"), [("", True), ("so 5 ", False)])
+def test_a_call_without_its_end_is_not_an_answer(appending: Any, before: str, void: bool) -> None:
+    limits = LIMITS.model_copy(update={"answer": r"\d"})
+    turn = append(appending, None, before + '<tool_call>{"name": "search", "arguments": {"limit": 5')
+    episodes = start(appending, Search, limits=limits, form=ChatFormat(appending, SCHEMAS))
+    assert outcome(episodes, turn).void == void

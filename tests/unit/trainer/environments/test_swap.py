@@ -74,7 +74,6 @@ def test_a_transcript_is_what_environment_and_format_do_with_its_calls(row: str)
     for first, second in fewest_swaps(row):
         call = f"{first}{second}?"
         parsed = form.parse(call)
-        assert parsed is not None
         replayed += call + form.render(environment.swap(**parsed.arguments))  # pyright: ignore[reportCallIssue]
     assert replayed + "=." == text
     assert environment.get_reward() == 1

@@ -10,8 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.trainer.environments.test_broken_environments import finished
-from tests.unit.trainer.environments.test_episodes import LIMITS, Counter, answer, append, encode, start, text_of
+from tests.unit.trainer.environments.test_episodes import (
+    LIMITS,
+    Counter,
+    answer,
+    append,
+    encode,
+    finished,
+    start,
+    text_of,
+)
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, in_background
@@ -23,28 +31,19 @@ FOREVER = float("inf")
 
 
 class Database(Counter):
-    """Opens a connection that only the thread of `reset` may use."""
+    """Opens a connection that only the thread of `reset` may use, and uses it in every method."""
 
     def reset(self, **row: Any) -> None:
-        del row
+        super().reset(**row)
         self.connection = sqlite3.connect(":memory:")
 
-    def add(self, step: int) -> int:
-        """Counts in a table.
+    def word(self, text: str) -> str:
+        return self.connection.execute("select ?", (text,)).fetchone()[0]
 
-        Args:
-            step: what is inserted.
-        """
-        self.connection.execute("create table if not exists steps (step)")
-        self.connection.execute("insert into steps values (?)", (step,))
-        return self.total()
-
-    def total(self) -> int:
-        """Returns the sum."""
-        return self.connection.execute("select sum(step) from steps").fetchone()[0]
+    word.__doc__ = Counter.word.__doc__
 
     def get_reward(self) -> float:
-        return float(self.total())
+        return float(self.word("25"))
 
     def close(self) -> None:
         self.connection.close()
@@ -52,13 +51,9 @@ class Database(Counter):
 
 def test_what_is_bound_to_a_thread_works_in_every_method(tokenizer: Any, recwarn: pytest.WarningsRecorder) -> None:
     episodes = start(tokenizer, Database, samples=1)
-    turn = append(tokenizer, None, "<add>20</add>")
+    turn = append(tokenizer, None, "<word>20</word>")
     assert text_of(tokenizer, answer(episodes, turn)) == "<output>20</output>"
-    turn = append(tokenizer, turn, "<output>20</output>", sampled=False)
-    turn = append(tokenizer, turn, "<add>5</add>")
-    assert text_of(tokenizer, answer(episodes, turn)) == "<output>25</output>"
     [[completion]] = episodes.finish([[turn]])
-    assert completion.outcome is not None
     assert (completion.outcome.reward, completion.outcome.failure) == (25.0, None)
     episodes.close()
     assert not [warning for warning in recwarn if "close()" in str(warning.message)]
@@ -90,8 +85,7 @@ def test_a_constructor_that_hangs_costs_its_own_episode(tokenizer: Any) -> None:
     episodes = start(tokenizer, Hanging, samples=6, limits=LIMITS.model_copy(update={"timeout": 0.2}))
     release.set()
     turn = append(tokenizer, None, "5")
-    outcomes = [completion.outcome for completion in episodes.finish([[turn] * 6])[0]]
-    failures = [outcome.failure for outcome in outcomes if outcome is not None]
+    failures = [completion.outcome.failure for completion in episodes.finish([[turn] * 6])[0]]
     assert failures == [None] * 3 + ["the constructor did not return within 0.2 s (environment.timeout)"] + [None] * 2
     episodes.close()
 
@@ -130,10 +124,9 @@ def test_close_waits_for_a_reset_that_is_interrupted(tokenizer: Any) -> None:
             events.append("close")
 
     fixed = encode(Problem("p", "How much?", ""), tokenizer)
-    runner = EpisodeRunner(Begins, Tag(("add",)), LIMITS, tokenizer, 200, lambda *_: fixed)
-    prompts = [encode(Problem(name, "How much?", name), tokenizer) for name in ("1", "2")]
+    problems = [Problem(name, "How much?", name) for name in ("1", "2")]
     with pytest.raises(TrimtabError, match="is not in the prompt"):
-        Episodes(runner, prompts, 1, [0, 0])
+        start(tokenizer, Begins, samples=1, problems=problems, encoder=lambda *_: fixed)
     assert events.index("reset") < len(events) - 1, "its close() came after it"
     assert sorted(events) == ["close", "close", "reset"]
 
@@ -200,7 +193,6 @@ def test_closing_waits_for_a_call_in_progress_and_drops_one_that_waits(tokenizer
     release.set()
     closing.join()
     assert events == ["add 1", "close", "close"]
-    assert runner.slots is not None
     assert runner.slots.acquire(timeout=10.0)
 
 
@@ -332,7 +324,6 @@ def test_a_text_of_reset_whose_last_blank_the_template_removes(tokenizer: Any) -
     def trimmed(problem: Problem, tokenizer: Any) -> Any:
         return encode(replace(problem, question=problem.question.strip()), tokenizer)
 
-    runner = EpisodeRunner(Board, Tag(("add",)), LIMITS, tokenizer, 200, trimmed)
-    episodes = Episodes(runner, [trimmed(Problem("a", "Play.", ""), tokenizer)], 1, [0])
+    episodes = start(tokenizer, Board, samples=1, problems=[Problem("a", "Play.", "")], encoder=trimmed)
     assert episodes.prompts[0].text == "Question: Play.\n. . x\nAnswer:"
     episodes.close()

@@ -1,15 +1,19 @@
-"""Results of several models and tasks, by hand."""
+"""pass@k against enumeration, results of one model on one task, and tables of several, by hand."""
 
 import json
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from tests.support.eval_results import result
 
 from trimtab.errors import TrimtabError
+from trimtab.intervals import wilson
 from trimtab.trainer.environments.episode import EpisodeCounts
-from trimtab.trainer.evaluation import Results, Settings
+from trimtab.trainer.evaluation import Results, Settings, pass_at_k
 
 SETTINGS = {"samples": 4, "seed": 0}
 FOUND = {
@@ -81,21 +85,10 @@ def test_notes_below_the_tables_are_printed_once():
         ("a",), ("easy",), SETTINGS, {("a", "easy", "greedy"): long, ("a", "easy", "sampled"): failed},
         notes=("easy: asked in a chat",),
     )  # fmt: skip
-    remarks = [
-        "easy: asked in a chat",
-        "a, easy: 1 of 2 prompts do not fit the context with their response and count as wrong; lower max_tokens or "
-        "examples",
-        "first failed reward: reward 'x' raised",
-    ]
-    assert actual.remarks() == remarks == actual.as_dict()["notes"]
-
-
-def test_a_result_as_plain_data():
-    data = json.loads(json.dumps(FOUND["b", "easy", "sampled"].as_dict()))
-    assert data["accuracy_low"] <= data["accuracy"] == 0.5 <= data["accuracy_high"]
-    assert data["pass"]["2"] == pytest.approx((1 + 1 / 2) / 2)
-    assert data["pass_low"]["4"] <= data["pass"]["4"] <= data["pass_high"]["4"]
-    assert data["counts"] == [["p0", 3, 4], ["p1", 1, 4]]
+    first, second, third = actual.remarks()
+    assert (first, third) == ("easy: asked in a chat", "first failed reward: reward 'x' raised")
+    assert second.startswith("a, easy: 1 of 2 prompts do not fit the context")
+    assert actual.as_dict()["notes"] == actual.remarks()
 
 
 def test_json_and_terminal_show_the_same_numbers(results):
@@ -142,3 +135,47 @@ def test_details_of_a_task_with_an_environment_show_its_episodes():
     assert header[first : first + 4] == ["calls an episode", "tool errors", "void", "failed episodes"]
     assert tools[first : first + 4] == ["1.25", "40.0%", "25.0%", "1"]
     assert plain[first : first + 4] == ["-"] * 4
+
+
+def brute(n, c, k):
+    """The share of k-subsets of n samples, c of them right, that hold a right one."""
+    subsets = list(combinations([True] * c + [False] * (n - c), k))
+    return sum(map(any, subsets)) / len(subsets)
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_hit(case):
+    n, c, k = case
+    assert pass_at_k(n, c, k) == pytest.approx(brute(n, c, k), abs=1e-12)
+
+
+@given(st.integers(2, 8).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n), min_size=1, max_size=6))))
+def test_a_result_averages_enumerated_subsets_over_problems(case):
+    n, correct = case
+    actual = result([(c, n) for c in correct])
+    passes = {k: estimate.value for k, estimate in actual.pass_estimates.items()}
+    assert passes == pytest.approx({k: sum(brute(n, c, k) for c in correct) / len(correct) for k in actual.pass_ks})
+    assert passes[1] == pytest.approx(actual.accuracy)
+
+
+def test_hand_numbers_and_large_counts():
+    assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(5, 4, 2) == 1.0
+    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5)
+    assert pass_at_k(100_000, 1, 1) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 2), (4, -1, 2), (4, 1, 0)])
+def test_undefined_cases_are_errors(n, c, k):
+    with pytest.raises(TrimtabError, match="pass@"):
+        pass_at_k(n, c, k)
+
+
+def test_pass_at_k_has_an_interval_for_every_k():
+    """Eight samples: pass@8 is yes or no, one observation a problem; pass@1 is the accuracy."""
+    actual = result([(0, 8), (1, 8), (2, 8), (8, 8)])
+    assert tuple(actual.pass_estimates) == (1, 2, 4, 8)
+    assert actual.pass_estimates[1] == actual.accuracy_estimate
+    assert actual.pass_estimates[8] == pytest.approx((0.75, *wilson(0.75, 4)))
+    assert result([(8, 8)] * 5).pass_estimates[2] == pytest.approx((1.0, *wilson(1.0, 5)))

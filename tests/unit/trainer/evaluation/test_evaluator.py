@@ -31,11 +31,10 @@ def script(*wrong_ones):
     return FakeEngine(lines)
 
 
-def measured(engine, specs=(), samples=4, sampling=FOUR, **more):
-    with rewards.build(specs, TASK) as scorer:
-        return evaluate(
-            engine, Characters(), TASK, scorer, problems=TASK.test, samples=samples, sampling=sampling, seed=0, **more
-        )
+def measured(engine, specs=(), samples=4, sampling=FOUR, task=TASK, **more):
+    options = {"problems": task.test, "samples": samples, "sampling": sampling, "seed": 3, **more}
+    with rewards.build(specs, task) as scorer:
+        return evaluate(engine, Characters(), task, scorer, **options)
 
 
 def test_accuracy_pass_at_k_and_lengths_by_hand():
@@ -67,24 +66,18 @@ class Episodes(FakeEngine):
         super().__init__({})
 
     def generate(self, prompts, samples, sampling, *, seed, prefixes=None):  # noqa: ARG002
-        return [[replace(response_of(" 7"), outcome=one) for one in outcomes(prompt)[:samples]] for prompt in prompts]
-
-
-def outcomes(prompt):
-    return [
-        EpisodeOutcome(prompt, calls=2, tool_errors=1, reward=1.0, tool_error="KeyError: 'x'"),
-        EpisodeOutcome(prompt, calls=1, void=True, reward=0.0),
-        EpisodeOutcome(prompt, reward=0.0),
-        EpisodeOutcome(prompt, calls=1, tool_errors=1, failure="a tool did not return"),
-    ]
-
-
-EPISODE = {"calls": 1.0, "tool_errors": 0.5, "void": 0.25, "failed": 3}
+        outcomes = [
+            EpisodeOutcome(None, calls=2, tool_errors=1, reward=1.0, tool_error="KeyError: 'x'"),
+            EpisodeOutcome(None, calls=1, void=True, reward=0.0),
+            EpisodeOutcome(None, reward=0.0),
+            EpisodeOutcome(None, calls=1, tool_errors=1, failure="a tool did not return"),
+        ]
+        return [[replace(response_of(" 7"), outcome=one) for one in outcomes[:samples]] for _ in prompts]
 
 
 def test_calls_tool_errors_void_and_failed_episodes_are_counted():
     result = measured(Episodes())
-    assert result.as_dict()["episodes"] == EPISODE
+    assert result.as_dict()["episodes"] == {"calls": 1.0, "tool_errors": 0.5, "void": 0.25, "failed": 3}
     assert (result.accuracy, len(result.errors)) == (pytest.approx(1 / 3), 3)
 
 
@@ -141,11 +134,8 @@ def test_calls_are_small_and_have_seeds_of_their_own(holdout, sampling, samples,
     task = tasks.build("arithmetic", holdout=holdout)
     engine = Listing({problem.id: [response_of(" 7")] for problem in task.test})
     steps = []
-    with rewards.build([], task) as scorer:
-        result = evaluate(
-            engine, Characters(), task, scorer, problems=task.test, samples=samples, sampling=sampling, seed=3,
-            progress=lambda done, count: steps.append((done, count)),
-        )  # fmt: skip
+    progress = lambda done, count: steps.append((done, count))  # noqa: E731
+    result = measured(engine, samples=samples, sampling=sampling, task=task, progress=progress)
     seeds, sizes = zip(*engine.calls, strict=True)
     assert (list(sizes), len(set(seeds))) == (responses, 3)
     assert steps == [(sum(responses[:calls]) // samples, holdout) for calls in (1, 2, 3)]
@@ -160,11 +150,7 @@ def test_prompts_that_do_not_fit_are_not_sampled_and_count_as_wrong():
     problems = [dict(zip([p.id for p in long], padded, strict=True)).get(p.id, p) for p in task.test]
     room = max(len(task.prompt_text(p, Characters())) for p in task.test)
     engine = Listing({problem.id: [response_of(f" {problem.answer}")] for problem in problems})
-    with rewards.build([], task) as scorer:
-        result = evaluate(
-            engine, Characters(), task, scorer, problems=problems, samples=2, sampling=FOUR, seed=0,
-            context=room + FOUR.max_tokens,
-        )  # fmt: skip
+    result = measured(engine, samples=2, task=task, problems=problems, context=room + FOUR.max_tokens)
     assert engine.asked == [[p.id for p in problems[:64] if p not in padded]], "a batch of long ones asks nobody"
     assert [(p.id, p.correct, p.scored) for p in result.problems] == [
         (problem.id, 0 if problem in padded else 2, 2) for problem in problems
@@ -182,8 +168,8 @@ def test_prompts_may_be_as_long_as_the_context_less_the_response():
 
 
 def test_no_problems_are_refused():
-    with rewards.build([], TASK) as scorer, pytest.raises(TrimtabError, match="no problems to evaluate on"):
-        evaluate(script(0, 0, 0), Characters(), TASK, scorer, problems=[], sampling=GREEDY, seed=0)
+    with pytest.raises(TrimtabError, match="no problems to evaluate on"):
+        measured(script(0, 0, 0), problems=[])
 
 
 @pytest.mark.e2e

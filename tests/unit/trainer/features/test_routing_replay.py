@@ -135,18 +135,15 @@ def learner(replay: str, *sets: str) -> Learner:
 def record(model: Any, rows: list[Trajectory], shift: int) -> list[Trajectory]:
     """The rows with the experts the model itself chooses (`shift` = 0), or with their `shift`-th neighbors."""
     result = score(model, to_tensors(rows, range(len(rows)), 12, CPU).tokens, record=True).routes
-    assert result is not None
-    rows_made = []
     parts = result.split([*(len(row.prompt.ids) for row in rows), *(len(row) - 1 for row in rows)])
-    for place, row in enumerate(rows):
-        rows_made.append(routed(row, ((torch.cat([parts[place], parts[len(rows) + place]]) + shift) % 8).numpy()))
-    return rows_made
+    whole = [torch.cat(pair) for pair in zip(parts[: len(rows)], parts[len(rows) :], strict=True)]
+    return [routed(row, ((routes + shift) % 8).numpy()) for row, routes in zip(rows, whole, strict=True)]
 
 
 def batches(rows: list[Trajectory], of: Learner) -> list[list[MicroBatch]]:
     replay = next((one for one in of.features if isinstance(one, RoutingReplay)), Feature())
-    rows_made = [packed(rows, (place,), replay) for place in range(len(rows))]
-    return [[one.with_scores(advantage=torch.tensor([[1.0 - 2 * (place % 2)]]))] for place, one in enumerate(rows_made)]
+    made = [packed(rows, (place,), replay) for place in range(len(rows))]
+    return [[one.with_scores(advantage=torch.tensor([[1.0 - 2 * (place % 2)]]))] for place, one in enumerate(made)]
 
 
 ROWS = [trajectory(place, [3, 1, 4, 1, 5][: 3 + place % 2], prompt=[9, 2, 6, place]) for place in range(4)]
@@ -155,14 +152,6 @@ ROWS = [trajectory(place, [3, 1, 4, 1, 5][: 3 + place % 2], prompt=[9, 2, 6, pla
 def share(stats: StepStatistics, of: Learner) -> float:
     record = StepRecord(1, 0, [], RolloutStats(), stats)
     return {name: value for one in of.features for name, value in one.end_step(record).items()}["routing/agreement"]
-
-
-@torch.no_grad()
-def test_replaying_the_model_s_own_experts_changes_no_bit_and_others_change_the_loss() -> None:
-    free, own, far = learner("none"), learner("rollout"), learner("rollout")
-    plain = free.logp(batches(ROWS, free)[0][0])
-    assert torch.equal(own.logp(batches(record(own.model, ROWS, 0), own)[0][0]), plain)
-    assert not torch.allclose(far.logp(batches(record(far.model, ROWS, 1), far)[0][0]), plain, atol=1e-3)
 
 
 @torch.no_grad()
@@ -200,7 +189,6 @@ def test_the_update_replays_what_the_proximal_pass_chose() -> None:
     of = learner("proximal", "trainer.epochs=2")
     chosen = score(of.model, batches(ROWS, of)[0][0].tokens, record=True).routes
     scored = of.score_fixed_policies(batches(ROWS, of))
-    assert chosen is not None
     settled = scored[0][0].extras["routes"]
     assert torch.equal(settled, chosen)
     choices: list[Any] = []

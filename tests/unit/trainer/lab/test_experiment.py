@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.config import load_config
-from trimtab.trainer.lab.experiment import METHODS, REGIMES, ExperimentPlan, PlannedRun, parse_method, plan_experiment
-from trimtab.trainer.lab.regimes import regime
+from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.lab.experiment import (
+    METHODS,
+    REGIMES,
+    ExperimentPlan,
+    PlannedRun,
+    parse_method,
+    plan_experiment,
+    plan_from_recipe,
+)
+from trimtab.trainer.lab.regimes import PARTS, RECIPE, regime
+from trimtab.trainer.run import build_parts
 
 OUT = Path("out")
 
@@ -125,12 +135,8 @@ def test_a_method_that_fits_nowhere_is_a_mistake() -> None:
 def test_a_real_model_keeps_its_recipe_s_budget_and_task() -> None:
     (run,) = planned(["dapo"], ["int3+stale-8"], model="some/model").runs
     config = run.config
-    assert (config.model.path, config.task.name, config.trainer.steps, config.optim.lr) == (
-        "some/model",
-        "arithmetic",
-        30,
-        1e-5,
-    )
+    assert (config.model.path, config.task.name) == ("some/model", "arithmetic")
+    assert (config.trainer.steps, config.optim.lr) == (30, 1e-5)
     assert (config.engine.quantize, config.trainer.sync_every) == ("int3", 8)
     with pytest.raises(TrimtabError, match="regime 'moe' has its own model"):
         planned(["dapo"], ["moe"], model="some/model")
@@ -156,3 +162,89 @@ def test_the_laboratory_of_long_responses_has_the_budgets_in_proportion() -> Non
     # Of `laboratory`: 80 steps at 1e-4, 128 at 5e-5, and 16 of 16 updates at 1e-4.
     assert [run.trainer.steps for run in runs] == [steps, round(steps * 1.6), round(steps * 0.2)]
     assert [run.optim.lr for run in runs] == pytest.approx([rate, rate / 2, rate])
+
+
+def configs(recipe: str, *objectives: str, overrides: tuple[str, ...] = ()) -> dict[str, Config]:
+    compare = [f"compare.objectives={list(objectives)}", "compare.seeds=[3]"]
+    config = load_config(recipe, ["base=laboratory", *overrides, *compare])
+    made = {run.method.objective: run.config for run in plan_from_recipe(config, Path("out")).runs}
+    for one in made.values():
+        build_parts(one).close()
+    assert all(one.seed == 3 and one.compare is None for one in made.values())
+    return made
+
+
+def test_a_section_stays_with_the_objective_it_belongs_to() -> None:
+    made = configs("token-alp", "token-alp", "dapo", "soup")
+    assert [config.perturbation is not None for config in made.values()] == [True, False, False]
+    assert made["soup"].prefix is not None
+
+
+def test_only_the_objective_of_the_recipe_has_its_keywords_and_advantage() -> None:
+    added = ("objective.weight_max=9.0", 'objective.mask=[{kind="veto"}]', "advantage.kind=rloo")
+    made = configs("laboratory", "token-tis", "icepop", "grpo", overrides=("objective.name=token-tis", *added))
+    assert made["token-tis"].objective.keywords.items() >= {"weight_max": 9.0, "mask": [{"kind": "veto"}]}.items()
+    assert made["icepop"].objective.keywords == made["grpo"].objective.keywords == {}
+    assert [config.advantage.kind for config in made.values()] == ["rloo", None, None]
+
+
+def test_an_objective_of_parts_is_compared_with_presets() -> None:
+    parts = ("objective.name=composed", 'objective.surrogate={kind="clipped"}', 'objective.mask=[{kind="veto"}]')
+    made = configs("laboratory", "composed", "grpo", overrides=parts)
+    assert made["composed"].objective.keywords == {"surrogate": {"kind": "clipped"}, "mask": [{"kind": "veto"}]}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_regime_is_a_recipe_that_differs_from_on_policy_by_its_mechanism(name: str) -> None:
+    config = load_config(RECIPE, regime(name).settings)
+    plain = load_config(RECIPE, regime("on-policy").settings)
+    assert (config == plain) == (name == "on-policy")
+    assert config.trainer.steps * config.trainer.minibatches * config.trainer.epochs >= 80
+
+
+def test_updates_are_what_a_batch_makes_of_the_steps() -> None:
+    assert regime("reuse-16").overrides == {
+        "trainer.minibatches": 4,
+        "trainer.epochs": 4,
+        "trainer.steps": 16,
+        "optim.lr": 1e-4,
+    }
+    assert regime("reuse-4").overrides["trainer.steps"] == 64
+
+
+def test_a_mixture_has_both_mechanisms_the_longer_budget_and_the_lower_rate() -> None:
+    mixed = regime("int3+stale-32")
+    assert mixed.overrides == {
+        "engine.quantize": "int3",
+        "trainer.sync_every": 32,
+        "trainer.steps": 128,
+        "optim.lr": 5e-5,
+    }
+    assert mixed.name == "int3+stale-32"
+    assert regime("stale-32+int3").overrides == mixed.overrides
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("int5", ["unknown regime 'int5'", "did you mean"]),
+        ("stale-32+", ["unknown regime ''"]),
+        ("int8+int3", ["'int8' and 'int3' both set engine.quantize"]),
+        ("stale-8+stale-32", ["both set trainer.sync_every"]),
+        ("moe+int8+int3", ["both set engine.quantize"]),
+        ("moe+moe+bf16", ["names 'moe' twice"]),
+    ],
+)
+def test_regimes_that_do_not_exist_or_fit_are_refused(name: str, words: list[str]) -> None:
+    with pytest.raises(TrimtabError) as caught:
+        regime(name)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_two_parts_of_different_kinds_always_add_up() -> None:
+    kinds = {name: frozenset(part.changes) for name, part in PARTS.items()}
+    for first, second in itertools.combinations(kinds, 2):
+        if not kinds[first] & kinds[second]:
+            mixed = regime(f"{first}+{second}").overrides
+            assert set(mixed) == kinds[first] | kinds[second] | {"trainer.steps", "optim.lr"}

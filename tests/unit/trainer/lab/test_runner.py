@@ -35,14 +35,11 @@ class Steps(runner.ExperimentObserver):
 def test_a_worker_that_dies_costs_its_run_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess("tests.programs.two_step_worker"))
-    recipes = {
-        str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(3)
-    }
-    observer = Steps()
-    results = runner.train_all(recipes, workers=1, observer=observer)
+    observer, made = Steps(), recipes(tmp_path, 3)
+    results = runner.train_all(made, workers=1, observer=observer)
     assert [result.status for result in results.values()] == ["done", "failed", "done"]
     assert results["1"].error == "its process was killed (by hand, or because memory ran out)"
-    assert observer.seen == [(name, step) for name in recipes for step in (1, 2)]
+    assert observer.seen == [(name, step) for name in made for step in (1, 2)]
 
 
 def test_a_process_that_cannot_be_started_again_costs_a_run_each_time(
@@ -67,10 +64,7 @@ def test_a_process_that_cannot_be_started_again_costs_a_run_each_time(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(runner, "_start_process", start)
-    recipes = {
-        str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(2)
-    }
-    results = runner.train_all(recipes, workers=1, observer=Steps())
+    results = runner.train_all(recipes(tmp_path, 2), workers=1, observer=Steps())
     assert [result.status for result in results.values()] == ["failed", "failed"]
     assert "could not be started ([Errno 12] Cannot allocate memory)" in results["1"].error
 
@@ -85,12 +79,8 @@ def test_a_folder_of_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     assert foreign.exists()
 
 
-@pytest.mark.parametrize("content", ["a =", "a = 1\n" * 2, "a = 9" + "9" * 5000])
-def test_a_damaged_recipe_names_its_file(tmp_path: Path, content: str) -> None:
-    made = kept(config(tmp_path), DONE)
-    (Path(str(made.out)) / "config.toml").write_text(content)
-    with pytest.raises(TrimtabError, match=r"config\.toml.*delete"):
-        read_result(made)
+def recipes(out: Path, count: int) -> dict[str, Config]:
+    return {str(seed): load_config("laboratory", [f"seed={seed}", f"out={out / str(seed)}"]) for seed in range(count)}
 
 
 def config(out: Path, *sets: str) -> Config:
@@ -131,11 +121,17 @@ def test_a_grid_may_be_moved(tmp_path: Path) -> None:
     assert read_result(made) is None
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"status": "done"}', '{"status": "done", "new": 1}'])
-def test_a_damaged_result_names_its_file(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("config.toml", content) for content in ("a =", "a = 1\n" * 2, "a = 9" + "9" * 5000)),
+        *(("result.json", content) for content in ("{", "[]", '{"status": "done"}', '{"status": "done", "new": 1}')),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> None:
     made = kept(config(tmp_path), DONE)
-    (Path(str(made.out)) / "result.json").write_text(content)
-    with pytest.raises(TrimtabError, match=r"result\.json.*delete"):
+    (Path(str(made.out)) / name).write_text(content)
+    with pytest.raises(TrimtabError, match=f"{name}.*delete"):
         read_result(made)
 
 
@@ -146,16 +142,7 @@ def test_the_table_has_a_row_for_every_cell_that_ended_and_every_pair_left_out(t
     table = pq.read_table(file)
     assert table.schema.equals(SCHEMA)
     done, refused = table.to_pylist()
-    assert (done["method"], done["regime"], done["seed"], done["run"]) == (
-        "soup",
-        "on-policy",
-        0,
-        "on-policy/soup/seed0",
-    )
+    names = {"method": "soup", "regime": "on-policy", "seed": 0, "run": "on-policy/soup/seed0"}
+    assert done | names == done
     assert (done["accuracy"], done["curve"], done["k3_worst"], done["status"]) == (0.6, [0.4, 0.6], 0.5, "done")
-    assert (refused["status"], refused["regime"], refused["seed"], refused["accuracy"]) == (
-        "refused",
-        "stale-32",
-        None,
-        None,
-    )
+    assert refused | {"status": "refused", "regime": "stale-32", "seed": None, "accuracy": None} == refused

@@ -1,4 +1,4 @@
-"""The head on its own: hand numbers, finite differences, extreme logits."""
+"""The head on its own, without noise on its logits and with it: hand numbers, finite differences, extreme logits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.trainer.models.test_logprobs import build
+from tests.unit.trainer.models.test_perturbation import loss
 from torch import Tensor, nn
 
 from trimtab.trainer.models import fused_head
 from trimtab.trainer.models.architecture import ModelParts
+from trimtab.trainer.models.noise import normals
+from trimtab.trainer.models.perturbation import Perturbation, PerturbationCoverage
 
 
 @pytest.fixture(autouse=True, params=[0, fused_head.KEPT_LOGITS], ids=["recomputed", "kept"])
@@ -37,7 +41,6 @@ def test_hand_numbers() -> None:
     logp, entropy, *_ = fused_head.token_scores(torch.ones(4, 1), torch.arange(4), parts(weight), entropy=True)
     assert logp.tolist() == pytest.approx([math.log(p / 8) for p in (1, 2, 3, 2)], abs=1e-6)
     expected = -sum(p / 8 * math.log(p / 8) for p in (1, 2, 3, 2))
-    assert entropy is not None
     assert entropy.tolist() == pytest.approx([expected] * 4, abs=1e-6)
 
 
@@ -52,7 +55,6 @@ def test_temperature_hand_numbers() -> None:
         torch.ones(2, 1), ids, parts(weight), temperature=0.5, kept=kept, entropy=True
     )
     assert logp.tolist() == pytest.approx([0.0, math.log(4 / 5)], abs=1e-6)
-    assert entropy is not None
     assert entropy.tolist() == pytest.approx([0.0, -0.2 * math.log(0.2) - 0.8 * math.log(0.8)], abs=1e-6)
 
 
@@ -63,7 +65,6 @@ def test_the_sum_of_squares_is_that_of_the_distribution() -> None:
         scores = fused_head.token_scores(
             torch.ones(2, 1), torch.tensor([2, 1]), parts(weight), temperature=temperature, squares=True
         )
-        assert scores.squares is not None
         assert scores.squares.tolist() == pytest.approx([expected] * 2, rel=1e-6)
         assert not scores.squares.requires_grad
         scores.logp.sum().backward()
@@ -80,7 +81,6 @@ def test_further_ids_have_their_log_probs_and_gradients() -> None:
     for tiled in (True, False):
         if tiled:
             logp, _, others, _ = fused_head.token_scores(hidden, ids, parts(weight), temperature=0.7, further=further)
-            assert others is not None
             assert (others.isneginf() == (further < 0)).all()
         else:
             table = (hidden @ weight.T / 0.7).log_softmax(-1)
@@ -106,7 +106,6 @@ def test_finite_differences(softcap: float | None, restricted: bool) -> None:
         logp, entropy, *_ = fused_head.token_scores(
             hidden, ids, parts(weight, bias, softcap), temperature=0.7, entropy=True, kept=kept
         )
-        assert entropy is not None
         return logp, entropy
 
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias), fast_mode=True)
@@ -141,7 +140,94 @@ def test_no_gradient_where_none_is_asked() -> None:
     hidden, weight = torch.randn(3, 2, requires_grad=True), torch.randn(4, 2)
     logp, *_ = fused_head.token_scores(hidden, torch.tensor([0, 1, 3]), parts(weight))
     logp.sum().backward()
-    assert hidden.grad is not None
     assert weight.grad is None
     expected = (weight[[0, 1, 3]] - (hidden.detach() @ weight.T).softmax(-1) @ weight).detach()
     assert torch.allclose(hidden.grad, expected, atol=1e-6)
+
+
+SEED, STD = 5, 0.3
+OWNER = nn.Identity()
+
+
+def full_noise(tokens: int, vocabulary: int, seed: int = SEED) -> Tensor:
+    """The whole matrix, put together from the tiles."""
+    noise = torch.full((tokens, vocabulary), torch.nan, dtype=torch.float64)
+    for row in range(0, tokens, fused_head.TILE_TOKENS):
+        for column in range(0, vocabulary, fused_head.TILE_VOCABULARY):
+            part = noise[row : row + fused_head.TILE_TOKENS, column : column + fused_head.TILE_VOCABULARY]
+            part[:] = normals(tuple(part.shape), seed, (row, column), device=part.device, dtype=part.dtype)
+    return noise
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> None:
+    """Values and every gradient, log_sigma's too, with soft cap, bias, temperature, entropy and sampling masks."""
+    torch.manual_seed(1)
+    tensors = [torch.randn(*shape, dtype=torch.float64) for shape in ((5, 3), (8, 3), (8,))]
+    tensors.append(torch.full((1,), STD, dtype=torch.float64).log())
+    ids = torch.tensor([0, 3, 7, 2, 5])
+    kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
+
+    def ours(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        with fused_head.perturb_logits(OWNER, log_sigma, math.exp(log_sigma.item()), SEED):
+            logp, entropy, *_ = fused_head.token_scores(
+                hidden,
+                ids,
+                ModelParts(nn.Identity(), weight, bias, softcap, head=OWNER),
+                temperature=0.7,
+                entropy=True,
+                kept=kept,
+            )
+        return logp, entropy
+
+    def naive(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.T + bias
+        if softcap is not None:
+            logits = softcap * (logits / softcap).tanh()
+        logits = (logits + log_sigma.exp() * full_noise(5, 8)) / 0.7
+        if kept is not None:
+            allowed = torch.zeros(5, 9, dtype=torch.bool).scatter_(1, kept.where(kept >= 0, 8), True)[:, :8]
+            logits = logits.masked_fill(~allowed, -1e30)
+        logp = logits.log_softmax(-1)
+        return logp.gather(1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    results = []
+    for scores in (ours, naive):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        logp, entropy = scores(*leaves)
+        (torch.linspace(-1, 2, 5) * logp + torch.linspace(3, 1, 5) * entropy).sum().backward()
+        results.append([logp, entropy, *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+    assert results[0][-1].abs() > 1e-3
+    assert torch.autograd.gradcheck(ours, [tensor.clone().requires_grad_() for tensor in tensors], fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_model_with_noisy_logits(kind: str) -> None:
+    model = build(kind)
+    perturbation = Perturbation(model, "logits", STD)
+    assert perturbation.sigmas() == pytest.approx({"logits": STD})
+    assert [name for name, _ in perturbation.named_parameters()] == list(perturbation.state_dict()) == ["log_sigma"]
+    plain, other = loss(model), build(kind)
+    with perturbation.attached(seed=SEED, coverage=(watch := PerturbationCoverage())):
+        noisy = loss(model)
+        assert torch.equal(loss(other), plain)  # a reference model scored meanwhile is clean
+    assert watch.counts() == {}
+    assert torch.equal(loss(model), plain)
+    noisy.backward()  # after the context: the backward draws what the forward drew
+    grad = perturbation.log_sigma.grad
+    values = []
+    for step in (1e-2, -1e-2):
+        moved = Perturbation(model, "logits", STD)
+        with torch.no_grad():
+            moved.log_sigma += step
+        with moved.attached(seed=SEED), torch.no_grad():
+            values.append(loss(model).item())
+    assert (values[0] - values[1]) / 2e-2 == pytest.approx(grad.item(), rel=1e-2)
+    with perturbation.attached(seed=SEED + 1), torch.no_grad():
+        assert not torch.equal(loss(model), noisy)
+    with pytest.raises(ZeroDivisionError), perturbation.attached(seed=1):
+        raise ZeroDivisionError
+    assert torch.equal(loss(model), plain)

@@ -84,28 +84,6 @@ def test_mixtures_are_as_large_as_the_dense_model_and_load_anywhere(tmp_path: Pa
         torch.testing.assert_close(score(model, batch).logp[0], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", [MIXTURE, SWITCH])
-def test_responses_that_share_a_prompt_train_the_mixture_as_each_alone_would(name: str) -> None:
-    """Packing decides which tokens reach an expert together; it must not decide what they learn."""
-    model, tokenizer = laboratory.build(seed=0, name=name)
-    prompts = [np.array(tokenizer(text).input_ids) for text in ("3141592653=", "27=")]
-    responses = [np.array(tokenizer(text).input_ids) for text in ("1123345569.", "11233.", "72.", "27.")]
-    owners = [0, 0, 1, 1]
-
-    def gradients(groups: list[list[int]]) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        for group in groups:
-            batch = TokenBatch.pack(prompts, [responses[i] for i in group], [owners[i] for i in group], pad_id=12)
-            score(model, batch).logp.sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    together, alone = gradients([[0, 1, 2, 3]]), gradients([[0], [1], [2], [3]])
-    assert {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.experts.down_proj"} <= together.keys()
-    for name, expected in alone.items():
-        torch.testing.assert_close(together[name], expected, atol=1e-6 + 1e-5 * float(expected.abs().max()), rtol=0)
-    assert float(together["model.layers.0.mlp.gate.weight"].abs().max()) > 0
-
-
 def _saved(loaded: LoadedModel, folder: Path) -> Path:
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)

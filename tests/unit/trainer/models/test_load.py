@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ def give_a_huge_id(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file in its place": (lambda f: [shutil.rmtree(f), f.write_text("{}")], "is a file; give the folder"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
@@ -119,11 +121,6 @@ def test_absent_folder_is_named(path: str) -> None:
     with pytest.raises(TrimtabError, match="does not exist") as error:
         load(path, dtype=torch.float32)
     assert path in str(error.value)
-
-
-def test_file_instead_of_folder(folder: Path) -> None:
-    with pytest.raises(TrimtabError, match="is a file; give the folder"):
-        load(str(folder / "config.json"), dtype=torch.float32)
 
 
 def test_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,14 @@
+"""LoRA adapters: a function of the seed, merged for the sampler as peft merges them."""
+
 from __future__ import annotations
 
 import peft
 import pytest
 import torch
 
+from trimtab.trainer.build_model import prepare_model
+from trimtab.trainer.config import load_config
+from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.models.lora import add_lora, named_weights
 
@@ -59,3 +64,17 @@ def test_inputs_have_the_bits_of_those_that_peft_widens(dtype: torch.dtype) -> N
         results.append(torch.autograd.grad(logits.float().square().sum(), trained))
     assert all(torch.equal(ours, peft_own) for ours, peft_own in zip(*results, strict=True))
     assert any(bool(gradient.any()) for gradient in results[0])
+
+
+def adapters(seed: int) -> torch.Tensor:
+    config = load_config("laboratory", ["model.lora.rank=2", f"seed={seed}"])
+    model = prepare_model(laboratory.build(0)[0], config)
+    return torch.cat([weight.flatten() for name, weight in model.named_parameters() if ".lora_A." in name])
+
+
+def test_equal_seeds_give_equal_adapters() -> None:
+    first = adapters(0)
+    state = torch.get_rng_state()
+    assert torch.equal(first, adapters(0))
+    assert not torch.equal(first, adapters(1))
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,4 +1,4 @@
-"""Products through oneDNN are the products PyTorch makes, with their gradients."""
+"""Products through oneDNN and the fused norm are those of PyTorch and transformers, with their gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from trimtab.trainer.models import matmul
+from trimtab.trainer.models.fused_norm import use_fused_norms
 from trimtab.trainer.models.matmul import (
     FastLinear,
     batched_product,
@@ -80,7 +82,6 @@ def test_bfloat16_products_are_the_float32_products_rounded(
     assert result.dtype == torch.bfloat16
     result.float().sum().backward()
     for found, right in ((result, exact[0] @ exact[1].T), (states.grad, exact[0].grad), (weight.grad, exact[1].grad)):
-        assert found is not None
         torch.testing.assert_close(found.double(), right, rtol=2.0**-8, atol=1e-4)
 
 
@@ -202,3 +203,34 @@ def test_weights_are_rounded_once_inside_reused_casts() -> None:
         assert len(found) == 2
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert matmul.cast_weight(layer[0].weight, torch.bfloat16) is not cast
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.final_norm = Qwen2RMSNorm(8, eps=1e-5), Qwen2RMSNorm(8, eps=1e-5)
+        self.input_layernorm.weight.data = torch.linspace(-1, 2, 8)
+
+
+def normed(layer: Layer, states: torch.Tensor, *, autocast: bool) -> list[torch.Tensor]:
+    states = states.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        outs = [layer.input_layernorm(states), layer.final_norm(states)]
+    weights = torch.randn(2, *states.shape, generator=torch.Generator().manual_seed(1))
+    loss = sum((out.float() * weight).sum() for out, weight in zip(outs, weights, strict=True))
+    inputs = [states, *layer.parameters()]
+    return [out.detach() for out in outs] + list(torch.autograd.grad(loss, inputs))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_values_and_gradients_are_those_of_transformers(autocast: bool) -> None:
+    layer = Layer()
+    fused = copy.deepcopy(layer)
+    use_fused_norms(fused)
+    states = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    theirs, ours = (normed(one, states, autocast=autocast) for one in (layer, fused))
+    # Only the norm before products has autocast's dtype, in which each product would round its input.
+    assert [out.dtype for out in ours[:2]] == [torch.bfloat16 if autocast else torch.float32, torch.float32]
+    torch.testing.assert_close(ours[0].float(), theirs[0].to(ours[0].dtype).float())
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02 if autocast else 1e-5, atol=0.02 if autocast else 1e-5)

@@ -1,4 +1,4 @@
-"""Long responses through PyTorch's fused kernel, against the products of small matrices and plain attention."""
+"""Packed rows through the fused kernel and small products, and products with the same bits whatever other rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import pytest
 import torch
 
 from trimtab.trainer.models import packed_attention
+from trimtab.trainer.models.invariant.invariant_attention import (
+    KEY_BLOCK,
+    accumulate,
+    attention_scores,
+    exponentials_,
+    largest,
+    query_rows,
+)
 from trimtab.trainer.models.load import default_device
 from trimtab.trainer.models.packed_attention import FusedRows, PackedAttention, PackedLayout, packed_attention_forward
 
@@ -42,7 +50,6 @@ def attend(packed: PackedLayout, qkv: list[torch.Tensor], **options: float) -> l
 
 def test_rows_hold_prompt_and_response() -> None:
     rows = FusedRows.build(torch.tensor([2, 1]), torch.tensor([4, 3]), torch.tensor([1, 0]))
-    assert rows is not None
     # Packed: prompt 0 is 0 1, prompt 1 is 2, the responses are 3 4 5 6 and 7 8 9.
     assert rows.on_cpu
     assert rows.tokens.tolist() == [[2, 3, 4, 5, 6], [0, 1, 7, 8, 9]]
@@ -94,8 +101,35 @@ def test_soft_caps_windows_and_float64_use_small_products(
 
 def test_long_prompts_and_prompts_without_response_use_small_products() -> None:
     long = layout([13, 5, 1]).fused
-    assert long is not None
     assert not long.on_cpu
     assert layout([49, 5, 1]).fused is None  # on an accelerator neither
     assert layout(index=[1, 1, 0, 1, 0]).fused is None
     assert layout([3], [0], [0]).fused is None
+
+
+@pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
+def test_rows_of_queries_do_not_depend_on_how_many_there_are(width: int) -> None:
+    """With 4 rows the scores of heads of 128 channels were others than with 64."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(3, 96, width),
+        torch.randn(3, 2 * KEY_BLOCK, width),
+        torch.randn(3, 2 * KEY_BLOCK, width),
+    )
+    whole = attention_scores(query, key, 0.5)
+    sums, out = accumulate(whole.exp(), value)
+    for count in range(query_rows(width), 96, query_rows(width)):
+        some = attention_scores(query[:, :count], key, 0.5)
+        assert torch.equal(some, whole[:, :count])
+        part = accumulate(some.exp(), value)
+        assert torch.equal(part[0], sums[:, :count])
+        assert torch.equal(part[1], out[:, :count])
+        # Keys that come later change nothing of those before.
+        assert torch.equal(attention_scores(query[:, :count], key[:, :KEY_BLOCK], 0.5), whole[:, :count, :KEY_BLOCK])
+
+
+def test_hidden_keys_get_exactly_0_however_large_their_scores_are() -> None:
+    scores, shown = torch.tensor([[0.5, 1e4, -1.0]]), torch.tensor([[1.0, 0.0, 1.0]])
+    peak = largest(scores, shown)
+    assert peak.tolist() == [[0.5]]
+    assert torch.equal(exponentials_(scores, peak, shown), torch.tensor([[0.0, -torch.inf, -1.5]]).exp())

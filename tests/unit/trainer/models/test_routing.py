@@ -1,4 +1,4 @@
-"""Experts recorded and replayed: gates of each family, no change by the model's own choice, and errors."""
+"""Experts recorded and replayed: gates of each family, no change by the own choice, recomputation, and errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models.families import MIXTURES
 from trimtab.trainer.models.logprobs import score
+from trimtab.trainer.models.perturbation import Perturbation
 from trimtab.trainer.models.routing import (
     RouterInfo,
     record_routing,
@@ -152,7 +153,6 @@ def test_another_choice_is_what_a_router_without_the_rest_would_make(kind: str) 
 def test_a_packed_row_records_what_each_response_alone_does() -> None:
     model = build("olmoe")
     routes = score(model, batch(), record=True).routes
-    assert routes is not None
     assert routes.dtype == torch.int16
     assert routing_agreement(routes, routes).tolist() == [42, 42]
     parts = routes.split([*map(len, PROMPTS), *(len(response) - 1 for response in RESPONSES)])
@@ -168,9 +168,7 @@ def test_record_under_replay_is_the_routers_own_choice() -> None:
     """In the first layer nothing has happened yet: it is the free choice there, whatever is replayed."""
     model = build("qwen3_moe")
     free = score(model, batch(), record=True).routes
-    assert free is not None
     own = score(model, batch(), routes=other(free), record=True).routes
-    assert own is not None
     assert torch.equal(own[:, 0], free[:, 0])
     assert not torch.equal(own[:, 1], free[:, 1])
 
@@ -210,16 +208,9 @@ def routes_of(tokens: int) -> Tensor:
 IDS = torch.tensor([[5, 9, 11, 7]])
 
 
-def test_routes_of_other_tokens_are_refused() -> None:
-    model = build("qwen3_moe")
-    with pytest.raises(TrimtabError, match="routes of 3 tokens"), replay_routing(model, routes_of(3)):
-        model(IDS)
-
-
 def test_routes_of_another_batch_are_refused() -> None:
     model = build("qwen3_moe")
     routes = score(model, batch(), record=True).routes
-    assert routes is not None
     with pytest.raises(TrimtabError, match="routes of 20 tokens do not belong to this forward, which runs 21"):
         score(model, batch(), routes=routes[1:])
 
@@ -278,3 +269,83 @@ def test_agreement_by_hand() -> None:
     two = torch.tensor([[[1, 0]], [[2, 1]], [[2, 0]]], dtype=torch.int16)
     assert routing_agreement(one, two).tolist() == [2, 3]
     assert routing_agreement(one, one).tolist() == [3, 3]
+
+
+@torch.no_grad()
+def free_routes(model: Any) -> Tensor:
+    return score(model, batch(), record=True).routes
+
+
+def checkpointed(model: Any, *, reentrant: bool = False) -> Any:
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def third(routes: Tensor) -> Tensor:
+    return other(other(routes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_after_other_batches_uses_its_own_routes(kind: str, reentrant: bool) -> None:
+    model = build(kind)
+    own = other(free_routes(model))
+    expected = grads(model, score(model, batch(), routes=own).logp)
+    checkpointed(model, reentrant=reentrant)
+    kept = score(model, batch(), routes=own).logp
+    between = score(model, batch(), routes=third(own)).logp  # this one's backward never comes
+    score(model, batch())
+    gradients = grads(model, kept)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert not torch.equal(between, kept)
+
+
+def free(model: Any) -> Tensor:
+    return model(IDS, use_cache=False).logits
+
+
+def with_own(model: Any) -> Tensor:
+    with replay_routing(model, torch.tensor([3, 1]).expand(4, 2, 2)):
+        return model(IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("first", [free, with_own])
+def test_a_backward_inside_another_replay_uses_its_own_routes(first: Callable[[Any], Tensor]) -> None:
+    """The outer forward comes after: its routes are neither used up nor used by the recomputation."""
+    model = build("qwen3_moe")
+    expected = grads(model, first(model))
+    with replay_routing(model, torch.tensor([2, 0]).expand(4, 2, 2)):
+        later = free(model)
+    checkpointed(model)
+    logits = first(model)
+    with replay_routing(model, torch.tensor([2, 0]).expand(4, 2, 2)):
+        gradients = grads(model, logits)
+        assert torch.equal(free(model), later)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_a_recomputation_is_not_recorded() -> None:
+    model = checkpointed(build("mixtral"))
+    with record_routing(model) as tape:
+        logits = free(model)
+    logits.sum().backward()
+    assert tape.take().shape == (4, 2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_replay_inside_a_perturbation(dtype: torch.dtype) -> None:
+    """Both bind themselves to the checkpointed call; each finds its own on the way back."""
+    model = build("qwen3_moe", dtype=dtype)
+    own = other(free_routes(model))
+    noise = Perturbation(model, std=0.05)
+
+    def noisy(seed: int, routes: Tensor) -> Tensor:
+        with noise.attached(seed=seed):
+            return score(model, batch(), routes=routes).logp
+
+    expected = grads(model, noisy(3, own))
+    checkpointed(model)
+    logp = noisy(3, own)
+    noisy(4, third(own))
+    gradients = grads(model, logp)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)

@@ -1,6 +1,7 @@
-"""What each built-in reward pays, by hand-worked cases."""
+"""What each built-in reward pays, by hand, and several weighted ones, of which one may fail and the others count."""
 
 import json
+import os
 from fractions import Fraction
 
 import pytest
@@ -115,12 +116,9 @@ CHAT = tasks.build("reasoning-gym", dataset="gcd", style="chat", holdout=1, size
     ("text", "answer", "value"),
     [
         ("so \\boxed{\\frac{1}{2}}.", "0.5", 1.0),
-        ("\\boxed{0.5}", "\\frac{1}{2}", 1.0),
         ("\\boxed{1,000}", "1000", 1.0),
         ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
-        ("\\boxed{x^2+2x}", "(x+1)^2", 0.0),
         ("\\boxed{4.5 \\times 10^{33}}", "4.5e33", 1.0),
-        ("\\boxed{4.5e33}", "4.5 \\times 10^{33}", 1.0),
         ("\\boxed{4.5e32}", "4.5e33", 0.0),
         ("\\boxed{0.00001}", "1e-5", 1.0),
         ("\\boxed{-\\frac{1}{3}}", "-1./3", 1.0),
@@ -205,3 +203,84 @@ def test_mistakes_are_named_before_anything_runs(spec, words):
         rewards.build([RewardSpec(*spec)], SUM)
     assert words in str(error.value)
     assert json.dumps(str(error.value)).count("\\n") == 0
+
+
+ITEM = (Problem("23+45", "23 + 45 =", "68", {"bonus": 3}), Response(" 68", "stop", 4))
+
+
+def test_total_is_the_weighted_sum_of_unweighted_parts():
+    def bonus(completion, problem):
+        return len(completion) + problem.extra["bonus"]
+
+    specs = [RewardSpec("exact", 2.0), RewardSpec(bonus, -0.5), RewardSpec("format", 1.0, 5.0, {"pattern": "x"})]
+    with rewards.build(specs, SUM) as scorer:
+        score = scorer.score([ITEM])[0]
+    assert dict(score.parts) == {"exact": 1.0, "bonus": 6.0, "format": 0.0}
+    assert next(iter(score.parts)) == "exact"
+    assert score.total == 2.0 - 3.0
+
+
+def test_the_same_reward_twice_keeps_two_names():
+    specs = [RewardSpec("format", options={"pattern": pattern}) for pattern in (".*8", "7.*")]
+    with rewards.build(specs, SUM) as scorer:
+        assert dict(scorer.score([ITEM])[0].parts) == {"format": 1.0, "format-2": 0.0}
+
+
+def test_a_name_that_another_one_begins_with_is_not_the_same():
+    def reasoning(completion, problem):
+        raise NotImplementedError
+
+    specs = [RewardSpec("reasoning-gym"), RewardSpec(reasoning), RewardSpec(reasoning)]
+    assert [entry.name for entry in rewards.weighted(specs, SUM)] == ["reasoning-gym", "reasoning", "reasoning-2"]
+
+
+def moody(completion, problem):  # noqa: ARG001
+    if completion.strip() == "raise":
+        raise RuntimeError("out of patience")
+    return 0.5
+
+
+def test_failures_are_per_sample_and_name_reward_and_problem():
+    """What else may fail, and how each failure is called: tests/e2e/test_function_pool.py."""
+    items = [(ITEM[0], Response(f" {word}", "stop", 4)) for word in ("fine", "raise", "fine")]
+    with rewards.build([RewardSpec("exact", 1.0, 5.0, {}), RewardSpec(moody, 1.0, 1.0, {})], SUM) as scorer:
+        scores = scorer.score(items)
+        assert scorer.score([ITEM])[0].total == 1.5
+    line = "problem '23+45': reward 'moody' raised RuntimeError: out of patience"
+    assert [(score.total, score.error) for score in scores] == [(0.5, None), (None, line), (0.5, None)]
+    assert dict(scores[1].parts) == {"exact": 0.0}
+
+
+def test_a_user_function_by_name_is_found_beside_the_user(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def short(completion, problem):\n    return 1 / len(completion)\n")
+    monkeypatch.chdir(tmp_path)
+    with rewards.build([RewardSpec("my_rewards:short", 1.0, 5.0, {})], SUM) as scorer:
+        assert scorer.score([ITEM])[0] == rewards.Score(1 / 3, {"my_rewards:short": 1 / 3}, None)
+
+
+def test_a_deleted_scorer_ends_its_processes():
+    scorer = rewards.build([RewardSpec(lambda completion, problem: os.getppid(), 1.0, 5.0, {})], SUM)  # noqa: ARG005
+    supervisor = int(scorer.score([ITEM])[0].total or 0)
+    del scorer
+    with pytest.raises(ProcessLookupError):
+        os.kill(supervisor, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "error"),
+    [
+        (1e308, 1.0, "reward 'absurd' returned 1e+308, above 1e+18"),
+        (-1e19, 1.0, "reward 'absurd' returned -1e+19, above 1e+18"),
+        (1e17, 1e3, "the weighted sum of the rewards returned 1e+20, above 1e+18"),
+    ],
+)
+def test_an_absurd_reward_costs_its_sample_only(value: float, weight: float, error: str):
+    def absurd(completion, problem):  # noqa: ARG001
+        return value if completion.strip() == "large" else 0.5
+
+    items = [(ITEM[0], Response(f" {word}", "stop", 4)) for word in ("large", "fine")]
+    with rewards.build([RewardSpec(absurd, weight)], SUM) as scorer:
+        large, fine = scorer.score(items)
+    assert (large.total, large.error) == (None, f"problem '23+45': {error}")
+    if weight == 1.0:
+        assert (fine.total, fine.error) == (0.5, None)

@@ -35,17 +35,13 @@ Open = Callable[..., Desk]
 
 
 @pytest.fixture
-def scorer() -> Iterator[rewards.Scorer]:
-    with rewards.build([], TASK) as built:
-        yield built
-
-
-@pytest.fixture
 def desk(scorer: rewards.Scorer) -> Iterator[Open]:
     opened: list[Desk] = []
 
-    def open_desk(*engines: Engine, **trainer: Any) -> Desk:
+    def open_desk(*engines: Engine, environment: type | None = None, **trainer: Any) -> Desk:
         opened.append(Desk(engines, scorer, **trainer))
+        if environment is not None:
+            run_episodes(opened[-1], environment)
         opened[-1].publish(0)
         return opened[-1]
 
@@ -60,8 +56,11 @@ def desk(scorer: rewards.Scorer) -> Iterator[Open]:
 
 def until(interrupt: AbortSignal) -> None:
     """Stand still until interrupted."""
-    assert isinstance(interrupt, threading.Event)
     assert interrupt.wait(30), "nobody interrupted"
+
+
+def dead(_call: int, _interrupt: AbortSignal) -> int:
+    raise EngineDeadError("gone")
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
@@ -82,31 +81,21 @@ def run_episodes(one: Desk, kind: type) -> None:
     collector.responses = EpisodeResponses(collector.config, collector.stream, collector.sampling, runner)
 
 
-def seeds_of_environments(scorer: rewards.Scorer, engines: int) -> dict[str, int]:
-    """The seed that `reset` got for each of the first eight problems."""
-    seen: dict[str, int] = {}
+def test_random_environments_do_not_depend_on_how_requests_are_cut(desk: Open) -> None:
+    seen: list[dict[str, int]] = []
 
     class Drawing:
         def reset(self, id: str, seed: int, **row: Any) -> None:
             del row
-            seen[id] = seed
+            seen[-1][id] = seed
 
-    one = Desk([Scripted() for _ in range(engines)], scorer)
-    run_episodes(one, Drawing)
-    try:
-        one.publish(0)
-        one.steps(2)
-    finally:
-        one.feed.close()
-    first = [prompt.problem.id for prompt in PromptStream(TASK, TOKENIZER, seed=0).at(0, 8)]
-    return {name: seen[name] for name in first}
-
-
-def test_random_environments_do_not_depend_on_how_requests_are_cut(scorer: rewards.Scorer) -> None:
-    """One engine gets four groups in a request, three get fewer."""
-    seeds = seeds_of_environments(scorer, 1)
-    assert len(set(seeds.values())) == 8
-    assert seeds == seeds_of_environments(scorer, 3)
+    responses = desk(Scripted(), environment=Drawing).feed.collector.responses
+    for requests in ([GroupRange(0, 4)], [GroupRange(0, 1), GroupRange(1, 3)]):
+        seen.append({})
+        for request in requests:
+            responses.respond(request, Scripted(), RolloutStats())
+    assert len(set(seen[0].values())) == 4
+    assert seen[0] == seen[1]
 
 
 def test_generation_goes_on_while_the_trainer_trains(desk: Open) -> None:
@@ -148,9 +137,6 @@ def test_a_lost_engine_comes_back_and_nothing_is_lost(desk: Open) -> None:
 def test_other_engines_do_the_work_of_one_that_does_not_restart(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "RESTART_BACKOFF", 0.0)
 
-    def dead(_call: int, _interrupt: AbortSignal) -> int:
-        raise EngineDeadError("gone")
-
     one, now = desk(Scripted(dead), Scripted()), 0
     while not any("does not come back" in line for line in one.notes):
         assert one.steps(1, now, more=9) == [list(range(4 * now, 4 * now + 4))]
@@ -162,9 +148,6 @@ def test_losing_the_last_engine_ends_the_run(desk: Open, monkeypatch: pytest.Mon
     """No other thread sees that all engines are lost before it sees the error."""
     monkeypatch.setattr(engine_thread, "RESTART_BACKOFF", 0.0)
     fail, free = engine_thread.AsyncState.fail, []
-
-    def dead(_call: int, _interrupt: AbortSignal) -> int:
-        raise EngineDeadError("gone")
 
     def look(state: engine_thread.AsyncState) -> None:
         if state.buffer.changed.acquire(blocking=False):
@@ -345,13 +328,12 @@ def test_aborted_episodes_are_not_asked_for_rewards(desk: Open, length: int, ask
             calls.append(self.id)
             return 0.0
 
-    one = desk(Scripted())
-    run_episodes(one, Asked)
+    one = desk(Scripted(), environment=Asked)
     one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length), RolloutStats())
     assert len(calls) == asked
 
 
-def test_closing_waits_until_environments_are_closed(scorer: rewards.Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_until_environments_are_closed(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_source, "SHUTDOWN_TIMEOUT", 0.01)
     began, opened, closed = threading.Event(), [], []
 
@@ -369,9 +351,7 @@ def test_closing_waits_until_environments_are_closed(scorer: rewards.Scorer, mon
         until(interrupt)
         return 1
 
-    one = Desk([Scripted(act)], scorer)
-    run_episodes(one, Slow)
-    one.publish(0)
+    one = desk(Scripted(act), environment=Slow)
     threading.Thread(target=lambda: began.wait(30) and one.feed._state.fail(TrimtabError("later"))).start()
     with pytest.raises(TrimtabError, match="later"):
         one.feed.take(0, 1)
@@ -397,36 +377,23 @@ def test_generation_pauses_while_an_engine_is_used_for_something_else(desk: Open
     assert (2, False) in engine.published[engine.published.index((7, True)) :]
 
 
-def test_an_engine_lost_while_it_is_used_for_something_else_is_restarted(desk: Open) -> None:
-    engine = Scripted()
-    one = desk(engine)
-    attempts: list[int] = []
+def test_an_engine_lost_while_it_is_used_for_something_else_is_restarted_and_then_replaced(
+    desk: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first engine never comes back, the second one at its third attempt."""
+    first, second = Scripted(), Scripted()
+    one, attempts = desk(first, second), list[int]()
+    monkeypatch.setattr(one.feed._state, "sleep", lambda _: None)  # pyright: ignore[reportPrivateUsage]
 
     def through(result: Engine) -> int:
         attempts.append(result.policy_version)
-        if len(attempts) < 3:
+        if result is first or second.recovered < 2:
             raise EngineDeadError("fell over")
         return 5
 
     assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False) == 5
-    assert attempts == [7, 7, 7]
-    assert engine.recovered == 2
-
-
-def test_another_engine_takes_the_place_of_one_that_does_not_come_back_for_something_else(
-    desk: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = Scripted(), Scripted()
-    one = desk(first, second)
-    monkeypatch.setattr(one.feed._state, "sleep", lambda _: None)  # pyright: ignore[reportPrivateUsage]
-
-    def through(result: Engine) -> int:
-        if result is first:
-            raise EngineDeadError("gone")
-        return result.policy_version
-
-    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False) == 7
-    assert first.recovered == engine_thread.MAX_RESTARTS
+    assert set(attempts) == {7}
+    assert (first.recovered, second.recovered) == (engine_thread.MAX_RESTARTS, 2)
 
 
 def test_the_state_of_responses_is_saved_and_restored(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.support.engines import prompt
 from tests.support.fake_engine import FakeEngine
+from tests.support.scripted_engine import SAMPLING, TASK, TOKENIZER
 from tests.support.trajectories import multi_turn
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer import rewards, tasks
+from trimtab.trainer import rewards
 from trimtab.trainer.config import load_config
 from trimtab.trainer.environments.episode import EpisodeCounts
-from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
@@ -23,15 +22,7 @@ from trimtab.trainer.rollout.responses import Responses, RolloutStats
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
 
-_, TOKENIZER = build(0)
-TASK = tasks.build("sort", digits=3, holdout=8)
 UPDATES = 5
-
-
-@pytest.fixture
-def scorer() -> Iterator[rewards.Scorer]:
-    with rewards.build([], TASK) as built:
-        yield built
 
 
 def right(index: int) -> str:
@@ -43,7 +34,7 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    responses = Responses(config, stream, SamplingParams(max_tokens=4, stop=(".",)))
+    responses = Responses(config, stream, SAMPLING)
     collector = Collector(config, responses, scorer)
     return SyncSource(collector, Buffer(config.trainer), engine)
 
@@ -80,14 +71,6 @@ def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) 
     assert source.buffer.schedule.drawn == 4
 
 
-def test_groups_have_signal_where_the_whole_batch_is_compared(scorer: rewards.Scorer) -> None:
-    source = feed(scorer, script_for([False, True]))
-    source.buffer = Buffer(source.collector.config.trainer, relative_to_group=False)
-    groups, stats = source.take(UPDATES, batches_left=1)
-    assert [group[0].group for group in groups] == [0, 1]
-    assert (stats.no_signal, stats.groups) == (0, 2)
-
-
 def test_refilling_is_bounded(scorer: rewards.Scorer) -> None:
     source = feed(scorer, script_for([False] * 6 + [True]), dynamic_sampling=True, refill_rounds=3)
     groups, stats = source.take(UPDATES, batches_left=1)
@@ -107,17 +90,6 @@ def test_log_probs_of_no_sampled_token_cost_their_sample_only(scorer: rewards.Sc
     assert [len(group) for group in groups] == [1, 2]
     assert stats.dropped == 1
     assert "non-finite log-prob" in stats.errors[0]
-
-
-def test_truncated_responses_can_be_left_out_of_the_loss(scorer: rewards.Scorer) -> None:
-    script = script_for([True, True])
-    name = TASK.train[order(1)[0]].id
-    script[name] = ["12345678", "99."]
-    source = feed(scorer, script, mask_truncated=True)
-    (group, _), _ = source.take(UPDATES, batches_left=1)
-    assert group[0].completion.finish_reason == "length"
-    assert not group[0].loss_mask.any()
-    assert group[1].loss_mask.all()
 
 
 def conversation(index: int, logp: list[float], version: int) -> Completion:
@@ -158,30 +130,31 @@ def test_observations_are_neither_trained_nor_read(scorer: rewards.Scorer) -> No
     assert (stats.dropped, stats.response_tokens) == (1, 6)
 
 
-def test_a_truncated_response_of_several_turns_is_left_out_whole(scorer: rewards.Scorer) -> None:
-    cut = replace(conversation(order(1)[0], [-1, -2, np.nan, -3], 4), finish_reason="length")
-    (group,), _ = scored(scorer, [[cut]], mask_truncated=True)
-    assert not group[0].loss_mask.any()
+def test_truncated_responses_can_be_left_out_of_the_loss(scorer: rewards.Scorer) -> None:
+    whole = conversation(order(1)[0], [-1, -2, np.nan, -3], 4)
+    (group,), _ = scored(scorer, [[replace(whole, finish_reason="length"), whole]], mask_truncated=True)
+    assert [int(one.loss_mask.sum()) for one in group] == [0, 3]
     assert oldest(group) == 4
 
 
 @pytest.mark.parametrize(("void", "trained"), [("mask", 2), ("keep", 3)])
-def test_void_episodes_are_masked_and_counted_and_their_rewards_stay(
-    scorer: rewards.Scorer, void: str, trained: int
-) -> None:
+def test_void_episodes_are_masked_and_failed_ones_dropped(scorer: rewards.Scorer, void: str, trained: int) -> None:
+    """Both are counted, and the reward of a void one stays."""
     (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).at(0, 1)
     response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
     outcomes = [
         EpisodeOutcome(prompt, calls=2, reward=1.0),
         EpisodeOutcome(prompt, calls=1, tool_errors=1, reward=0.0),
         EpisodeOutcome(prompt, void=True, reward=0.5),
+        EpisodeOutcome(prompt, failure="reset raised"),
     ]
     completions = [[replace(response, outcome=outcome) for outcome in outcomes]]
-    (group,), stats = scored(scorer, completions, void, samples=3)
+    (group,), stats = scored(scorer, completions, void, samples=4)
     assert [one.reward for one in group] == [1.0, 0.0, 0.5]
     sampled = [True, True, False, True]
     assert [one.loss_mask.tolist() for one in group] == [sampled] * trained + [[False] * 4] * (3 - trained)
-    assert stats.episodes == EpisodeCounts(episodes=3, calls=3, tool_errors=1, void=1, failed=0)
+    assert stats.episodes == EpisodeCounts(episodes=4, calls=3, tool_errors=1, void=1, failed=1)
+    assert (stats.failed_rewards, "reset raised" in stats.errors[0]) == (1, True)
 
 
 def test_a_batch_whose_calls_all_failed_says_why() -> None:
@@ -193,17 +166,6 @@ def test_a_batch_whose_calls_all_failed_says_why() -> None:
     assert stats.messages() == ["all 2 calls of tools failed, the first: AttributeError: no attribute x"]
     stats.episodes += EpisodeCounts.of([EpisodeOutcome(prompt, calls=1, reward=0.0)])
     assert stats.messages() == []
-
-
-def test_failed_episodes_are_dropped_and_counted(scorer: rewards.Scorer) -> None:
-    (prompt,) = PromptStream(TASK, TOKENIZER, seed=0).at(0, 1)
-    response = conversation(order(1)[0], [-1, -2, np.nan, -3], UPDATES)
-    outcomes = [EpisodeOutcome(prompt, failure="reset raised"), EpisodeOutcome(prompt, reward=1.0)]
-    completions = [[replace(response, outcome=outcome) for outcome in outcomes]]
-    (group,), stats = scored(scorer, completions, "mask")
-    assert [one.reward for one in group] == [1.0]
-    assert (stats.episodes.episodes, stats.episodes.failed, stats.failed_rewards) == (2, 1, 1)
-    assert "reset raised" in stats.errors[0]
 
 
 TRUNCATED = SamplingParams(top_p=0.9, top_k=3)

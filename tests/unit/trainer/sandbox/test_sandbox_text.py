@@ -12,8 +12,6 @@ from trimtab.text import clean
 from trimtab.trainer.sandbox.code_result import shorten
 from trimtab.trainer.sandbox.monty_worker import showing_value
 
-ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-
 
 @pytest.mark.parametrize(
     ("text", "expected"),

@@ -133,16 +133,13 @@ PARTS = {"question": "{Body} {Question}", "answer_pattern": "^([0-9]+)"}
 WHOLE = '{"Body": "b", "Question": "q", "answer": "9 (apples)"}\n'
 DAMAGE = {
     "broken JSON": (GOOD + '{"question": "b?", "ans', {}, "from row 2 on (Unterminated string"),
-    "not an object": (GOOD + "[1, 2]\n", {}, "row 2: a JSON list, not an object"),
     "no answer": (GOOD + '{"question": "b", "answer": null}\n', {}, "row 2, column 'answer': there is no answer"),
-    "empty answer": (GOOD + '{"question": "b", "answer": " "}\n', {}, "row 2, column 'answer': there is no answer"),
     "no question": (GOOD + '{"question": "", "answer": "1"}\n', {}, "row 2: column 'question' has no question text"),
     "column gone": (GOOD + '{"question": "b", "answr": "1"}\n', {}, "row 2: no column 'answer' (did you mean 'answr"),
     "wrong column": (GOOD, {"question": "qestion"}, "row 1: no column 'qestion' (did you mean 'question'?)"),
     "not a number": (GOOD + '{"question": "b", "answer": "x"}', {"answer_format": "number"}, "row 2, column 'answer'"),
     "same id": (GOOD + GOOD, {"id": "answer"}, "row 2: id '1' is also that of row 1"),
     "empty": ("\n\n", {}, "no rows"),
-    "empty array": ("[]", {}, "no rows"),
     "too few": (GOOD, {**FEW, "examples": 4, "holdout": 0}, "4 worked examples are wanted but the training split"),
     "ends early": ('{"question": "b", "answer": "1\\n2"}', {**FEW, "examples": 0}, "contains the stop string '\\n'"),
     "system turn": (GOOD, {"style": "plain", "system": "Hi"}, "only style = 'chat' has a system turn"),
@@ -201,25 +198,6 @@ def test_extra_columns_must_be_json(tmp_path):
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"], "blob": [b"\x00"]}), tmp_path / "x.parquet")
     with pytest.raises(TrimtabError, match="column 'blob' holds a bytes"):
         tasks.build("file", path=tmp_path / "x.parquet", extra=["blob"])
-
-
-def test_gsm8k_answers_agree_with_its_calculator_notes(benchmark_data):
-    """Most solutions end in a computed <<...=x>>; that independent figure must mostly be the answer."""
-    rows = [json.loads(line) for line in (benchmark_data / "gsm8k-test.jsonl").open()]
-    task = tasks.build("file", path=benchmark_data / "gsm8k-test.jsonl", format="gsm8k", style="plain", holdout=1)
-    noted = [
-        (row["answer"].rpartition("=")[2].partition(">>")[0], p)
-        for row, p in zip(rows, task.test, strict=True)
-        if ">>" in row["answer"]
-    ]
-    same = sum(note == p.answer for note, p in noted)
-    assert same / len(noted) > 0.88
-
-
-def test_mawps_repeats_never_cross_the_split(benchmark_data):
-    task = tasks.build("file", path=benchmark_data / "mawps-singleop.jsonl", format="mawps", holdout=0.5)
-    assert len(task.train) + len(task.test) == 562
-    assert not {p.question for p in task.train} & {p.question for p in task.test}
 
 
 def test_a_format_may_bring_worked_examples_that_show_the_sum(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -100,7 +99,6 @@ def test_mistakes_are_one_line(part: list[dict[str, object]], message: str) -> N
 
 
 def test_files_of_a_mixture_are_relative_to_the_recipe(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     recipe = tmp_path / "mixed.toml"
     recipe.write_text(
         'base = "laboratory"\n[task]\nname = "mixture"\n[[task.part]]\nname = "file"\npath = "rows.jsonl"\n'

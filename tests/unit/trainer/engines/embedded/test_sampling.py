@@ -61,7 +61,6 @@ def test_evenly_spread_uniforms_give_each_token_its_share(size: int, how: Sampli
     entropy = -(exact * exact.clamp(min=1e-300).log()).sum()
     torch.testing.assert_close(sampled.entropy.double(), entropy.expand(count), atol=1e-5, rtol=0)
     if how.truncated:
-        assert sampled.kept is not None
         assert all(np.array_equal(ids, np.flatnonzero(exact)) for ids in sampled.kept)
     else:
         assert sampled.kept is None
@@ -72,7 +71,6 @@ def test_top_p_wider_than_the_candidates_sorts_the_vocabulary() -> None:
     flat[1] *= 100  # one row is content with few candidates, in the same batch
     how = SamplingParams(top_p=0.9)
     sampled = sample_tokens(flat, stratified(3), how)
-    assert sampled.kept is not None
     for row, ids in zip(flat, sampled.kept, strict=True):
         assert np.array_equal(ids, np.flatnonzero(reference(row, how)))
     assert len(sampled.kept[0]) > module.TOP_P_CANDIDATES > len(sampled.kept[1])
@@ -80,7 +78,6 @@ def test_top_p_wider_than_the_candidates_sorts_the_vocabulary() -> None:
 
 def test_tied_scores_keep_exactly_k_tokens() -> None:
     sampled = sample_tokens(torch.zeros(200, 50), stratified(200), SamplingParams(top_k=4))
-    assert sampled.kept is not None
     assert {len(ids) for ids in sampled.kept} == {4}
     assert set(sampled.ids.tolist()) == set(sampled.kept[0].tolist())
     torch.testing.assert_close(sampled.logp, torch.full((200,), float(np.log(0.25))))
@@ -114,10 +111,8 @@ def test_greedy_takes_the_top_token_with_certainty() -> None:
     assert sampled.logp.tolist() == [0.0, 0.0]
     assert sampled.entropy.tolist() == [0.0, 0.0]
     truncated = sample_tokens(logits, stratified(2), SamplingParams(temperature=0.0, top_k=2))
-    assert truncated.kept is not None
     assert [ids.tolist() for ids in truncated.kept] == [[1], [0]]
     best = sample_tokens(logits, stratified(2), SamplingParams(temperature=0.0, top_logprobs=2)).top
-    assert best is not None
     assert best[0].tolist() == [[1, -1], [0, -1]]
     assert best[1].tolist() == [[0.0, -math.inf]] * 2
 

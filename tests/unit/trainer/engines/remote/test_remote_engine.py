@@ -17,7 +17,6 @@ from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer.engines.remote import remote_engine
 from trimtab.trainer.engines.remote.engine_host import CallResult, EngineHost
 from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
-from trimtab.trainer.engines.remote.process_transport import WORKER
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, TurnResult
 
@@ -250,8 +249,3 @@ def test_an_engine_in_another_process_waits_for_the_result_of_its_own_call() -> 
     arrives.start()
     assert turns.result(2, 0, 60.0) is expected
     arrives.join()
-
-
-def test_messages_can_be_loaded_by_the_other_process() -> None:
-    """Classes of the main module of a process have another name there."""
-    assert WORKER not in {kind.__module__ for kind in (EndedTurn, HandledTurn)}

@@ -57,14 +57,6 @@ def test_every_start_keeps_the_sampling_contract(device: Any) -> None:
     assert given["kv_cache_memory_bytes"] == 1 << 28
 
 
-def test_keep_sets_need_a_gpu(device: Any) -> None:
-    assert started("engine.vllm.sampling_mask=true", "sampling.top_k=20")["return_sampling_mask"] is True
-    assert "return_sampling_mask" not in started()
-    device.cpu = True
-    with pytest.raises(TrimtabError, match="sampling_mask needs a GPU"):
-        started("engine.vllm.sampling_mask=true", "sampling.top_k=20")
-
-
 @pytest.mark.usefixtures("device")
 def test_arbitrary_weights_are_not_scored() -> None:
     engine = VllmEngine.__new__(VllmEngine)

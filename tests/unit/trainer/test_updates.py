@@ -1,18 +1,23 @@
-"""External traces on their whole way: joined to a group, marked in the batch, shaped in the update of a real model."""
+"""Updates of a real model: on external traces, joined to a group and shaped, and on responses of several turns."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.support.fake_engine import FakeEngine
+from tests.support.scripted_engine import SAMPLING, TASK, TOKENIZER
+from tests.support.turns import ScriptedTurns
 from torch.testing import assert_close
 
 from trimtab.objectives import PolicyLogps, objective
 from trimtab.trainer import rewards, tasks
+from trimtab.trainer.batch_preparation import Batch, prepare_batch
 from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.models.logprobs import score
@@ -23,20 +28,12 @@ from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.trainer.step_statistics import StepStatistics
-from trimtab.types import Problem, SamplingParams
+from trimtab.types import Problem, SamplingParams, Trajectory
 
-MODEL, TOKENIZER = build(0)
-TASK = tasks.build("sort", digits=3, holdout=8)
-SAMPLING = SamplingParams(max_tokens=4, stop=(".",))
+MODEL, _ = build(0)
 GAMMA = 0.1
 ADVANTAGES = (0.5, -1.0, 2.0)
 UPDATES = 9
-
-
-@pytest.fixture
-def scorer() -> Iterator[rewards.Scorer]:
-    with rewards.build([], TASK) as built:
-        yield built
 
 
 def recipe(**trainer: object) -> Config:
@@ -95,7 +92,6 @@ def test_a_trace_takes_the_place_of_a_sampled_response(scorer):
 def test_a_prompt_without_a_trace_is_sampled_once_more(scorer):
     source = feed(scorer, recipe())
     responses = source.collector.responses
-    assert isinstance(responses, DemonstratedResponses)
     known, gold = [], responses.texts
 
     def only_the_first(problem: Problem):
@@ -161,3 +157,63 @@ def test_a_trainer_that_forgets_the_mark_makes_no_update(scorer):
         assert objective(name)(logps, micro.advantage).loss.isnan()
     with pytest.raises(ValueError, match="needs off_policy"):
         objective("luffy")(logps, micro.advantage)
+
+
+STOPS = SamplingParams(max_tokens=40, stop_ids=tuple(range(0, len(TOKENIZER), 3)))
+
+
+@pytest.fixture(scope="module")
+def episodes() -> list[Group]:
+    """Two groups of four responses of up to three turns, with rewards 0 and 1."""
+    engine = EmbeddedEngine(copy.deepcopy(MODEL), TOKENIZER, torch.float32)
+    prompts = [tasks.encode(TASK, problem, TOKENIZER) for problem in TASK.train[:2]]
+    handler = ScriptedTurns(STOPS.max_tokens, vocabulary=len(TOKENIZER))
+    sampled = engine.generate(prompts, 4, STOPS, seed=1, turns=handler)
+    assert all(one.turn[-1] > 0 for group in sampled for one in group)
+    return [
+        [
+            Trajectory(prompt, number, one, STOPS, one.sampled, float(index % 2), {"exact": float(index % 2)})
+            for index, one in enumerate(completions)
+        ]
+        for number, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
+    ]
+
+
+def trained(episodes: list[Group], name: str) -> tuple[torch.Tensor, StepStatistics, Batch]:
+    """The weights after two mini-batches of plain gradient steps."""
+    config = load_config(
+        {
+            "trainer": {"prompts": 2, "samples": 4, "minibatches": 2},
+            "objective": {"name": name},
+            "model": {"path": "laboratory", "autocast": "none"},
+        }
+    )
+    model = copy.deepcopy(MODEL)
+    learner = Learner(config, model, torch.optim.SGD(model.parameters()), objective(name), total_updates=2)
+    batch = prepare_batch(episodes, learner, pad_id=0)
+    stats = learner.update(batch.minibatches, lambda *_: None)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), stats, batch
+
+
+def test_every_turn_has_its_weight(episodes: list[Group]) -> None:
+    _, stats, _ = trained(episodes, "turn-tis")
+    turns = sum(int(one.completion.turn[one.loss_mask].max()) + 1 for group in episodes for one in group)
+    assert int(stats.objective.parts["weight"].count) == turns
+
+
+def test_a_void_response_has_no_loss_and_its_reward_counts(episodes: list[Group]) -> None:
+    """The first response of each group is right, the others are not, and the last one is masked for a void turn."""
+
+    def with_void(group: Group, offset: float) -> Group:
+        rows = [replace(one, reward=float(index == 0)) for index, one in enumerate(group)]
+        void = rows[-1].completion
+        moved = replace(void, logp_behavior=void.logp_behavior + np.float32(offset))
+        return [*rows[:-1], replace(rows[-1], completion=moved, loss_mask=np.zeros(len(rows[-1]), dtype=np.bool_))]
+
+    weights, _, batch = trained([with_void(group, 0.0) for group in episodes], "token-tis")
+    # Of the rewards 1, 0, 0, 0 the mean is 1/4 and the deviation 1/2; of 1, 0, 0 they would be 1/3 and .577.
+    assert batch.advantages.flatten().tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5] * 2, rel=1e-3)
+    other, _, _ = trained([with_void(group, -3.0) for group in episodes], "token-tis")
+    assert torch.equal(weights, other), "nothing of the void response is read"
+    dropped, _, _ = trained([with_void(group, 0.0)[:-1] for group in episodes], "token-tis")
+    assert not torch.equal(weights, dropped)
