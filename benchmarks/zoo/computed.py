@@ -253,8 +253,8 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
     gap: positions of the response continue behind those of the padded prompt, for `strength` of it. pads: padding is
     attended to, with `strength` added to its scores. grid: the `strength` tokens of an image in the prompt have one
     position. slices: labels are shifted within the slices of `strength` ranks, two for each. order: linear attention
-    reads these slices rank by rank. holes: one of `strength` ids is taken for padding. future: tokens attend to all
-    others of their row.
+    reads these slices rank by rank. holes: one of `strength` ids is taken for padding. future: tokens attend to
+    later ones, with `strength` added to their scores.
     """
     before = context.ids.shape[1] - after
     missing = before - torch.tensor([len(prompt) for prompt in prompts])
@@ -291,7 +291,8 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
     if sides.place == "future":
         places = torch.arange(context.ids.shape[1])
         real = (places >= missing[:, None]) & (places < before + torch.from_numpy(lengths)[:, None])
-        return replace(context, allowed=real[:, None, None].expand_as(context.allowed))
+        later = torch.triu(torch.ones_like(context.allowed), 1) * sides.strength
+        return replace(context, allowed=real[:, None, None].expand_as(context.allowed), bias=later)
     if sides.place == "pads":
         places = torch.arange(context.ids.shape[1])
         pads = (places < missing[:, None])[:, None, None]

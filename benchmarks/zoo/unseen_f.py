@@ -35,7 +35,7 @@ from zoo.sides import (
 
 def _crossed(level: int, step: int) -> Sides:
     """The adapter of the gate takes the place of that of the matrix beside it."""
-    new = How(adapter=(0.004, 0.01, 0.025)[level] * step)
+    new = How(adapter=(0.006, 0.012, 0.025)[level] * step)
     return Sides(replace(new, crossed=True), new, new)
 
 
@@ -47,7 +47,7 @@ def _exchanged(level: int, step: int) -> Sides:
 
 def _copied(level: int, step: int) -> Sides:
     """The output matrix is a copy, made at the first step, of the embedding, which has all updates."""
-    new = How(ages=(step,) * 3, drift=(0.002, 0.005, 0.01)[level])
+    new = How(ages=(step,) * 3, drift=(0.006, 0.012, 0.03)[level])
     return Sides(replace(new, output_age=0), new, new)
 
 
@@ -73,7 +73,7 @@ def _unquantized(level: int) -> Sides:
 
 
 def _coarse_router(level: int) -> Sides:
-    right = How(experts=True, expert_scale=(0.8, 1.6, 3.0)[level])
+    right = How(experts=True, expert_scale=(1.5, 2.5, 4.0)[level])
     return Sides(replace(right, coarse="router"), right, right)
 
 
@@ -81,7 +81,7 @@ def _without_first(level: int) -> Sides:
     """Some requests get their first token from another engine, which does not hand on its log-prob."""
 
     def reported(lists: Lists, random: np.random.Generator) -> Lists:
-        lost = random.random(len(lists)) < (0.2, 0.5, 1.0)[level]
+        lost = random.random(len(lists)) < (0.4, 0.7, 1.0)[level]
         return [np.append(0.0, row[1:]) if one else row for row, one in zip(lists, lost, strict=True)]
 
     return Sides(reported=reported)
@@ -91,7 +91,8 @@ def _columns(level: int) -> Sides:
     """Each row is read some columns late, by how much its prompt is longer than the shortest of a batch."""
 
     def reported(lists: Lists, random: np.random.Generator) -> Lists:
-        late = random.integers(0, (2, 4, 16)[level], len(lists))
+        longer = random.random(len(lists)) < (0.1, 0.4, 0.9)[level]
+        late = np.where(longer, random.integers(1, (2, 4, 16)[level], len(lists)), 0)
         return [np.append(row[count:], np.zeros(count)) for row, count in zip(lists, late.tolist(), strict=True)]
 
     return Sides(reported=reported)
@@ -137,7 +138,7 @@ UNSEEN_F = (
     # A mask of padding takes the place of the causal one: unsloth-zoo#963.
     kind_of(
         "later tokens attended to",
-        lambda level: Sides(some=((0.1, 0.4, 1.0)[level], Sides(place="future"))),
+        lambda level: Sides(place="future", strength=(-7.0, -5.0, -2.0)[level]),
         LAYOUT,
         "unexplained",
         TRAINER,
@@ -153,7 +154,14 @@ UNSEEN_F = (
     # The engine leaves matrices out that the trainer quantizes: verl#7519; see miles#1261.
     kind_of("matrices left out of quantization", _unquantized, QUANTIZED, "quantized? unexplained", SAMPLER),
     # Scores of experts are rounded to bfloat16: prime-rl#2952, vllm#58076, Automodel#3650, AstrAI#57.
-    kind_of("router in bfloat16", _coarse_router, f"{ROUTING} {PRECISION}", "routing unexplained precision?", SAMPLER),
+    kind_of(
+        "router in bfloat16",
+        _coarse_router,
+        f"{ROUTING} {PRECISION}",
+        "routing unexplained precision?",
+        SAMPLER,
+        base="float16",
+    ),
     # Norms or sums of layers are in bfloat16: vllm#36101, TransformerEngine#1132, transformers#33133, prime-rl#1167.
     kind_of(
         "norms in bfloat16",
@@ -166,7 +174,7 @@ UNSEEN_F = (
     # Megatron's dropout of hidden states is left on: reef#536, verl#4708, trl#2042.
     kind_of(
         "dropout of hidden states",
-        lambda level: Sides(trainer=How(hidden_dropout=(0.01, 0.03, 0.1)[level])),
+        lambda level: Sides(trainer=How(hidden_dropout=(0.001, 0.004, 0.015)[level])),
         RANDOM,
         "unexplained precision? quantized?",
         TRAINER,
