@@ -69,7 +69,8 @@ class How:
     of the output matrix, -1 for those of the embedding. swapped: share of columns that gate and up have exchanged.
     crossed: whether up has the adapter of gate. growth: of attention scores with the logarithm of each `FLOOR` tokens.
     activations: of layers, silu, gelu or quick. skew: size of a bias of the output matrix. bare: matrices that are
-    not quantized. hidden_dropout: of what layers add. forced: places of a response at which ids from 3 on are forced.
+    not quantized. hidden_dropout: of what layers add. router_offset: in all scores of experts. forced: first place of
+    a response at which ids from 3 on are forced, and the one after the last.
     """
 
     theta: float = 10_000.0
@@ -133,6 +134,7 @@ class How:
     skew: float = 0.0
     bare: str = ""
     hidden_dropout: float = 0.0
+    router_offset: float = 0.0
     forced: tuple[int, int] = (0, 0)
 
 
@@ -333,7 +335,7 @@ class Decoder:
             inner = act(projected(y, f"gate{layer}")) * projected(y, f"up{layer}")
             out = projected(inner, f"down{layer}")
             if how.experts and layer == LAYERS - 1:
-                route = as_stored(y @ self.router, "router", how)
+                route = as_stored(y @ self.router + how.router_offset, "router", how)
                 route = route + how.router_noise * torch.randn(route.shape, generator=random)
                 chosen = (route + how.choice_bias * torch.linspace(-1, 1, EXPERTS)).argmax(-1)
                 begin, stop = how.repeated

@@ -73,7 +73,8 @@ def _unquantized(level: int) -> Sides:
 
 
 def _coarse_router(level: int) -> Sides:
-    right = How(experts=True, expert_scale=(1.5, 2.5, 4.0)[level])
+    """Scores have much in common, so that few bits are left for what tells them apart."""
+    right = How(experts=True, router_offset=(20.0, 80.0, 300.0)[level])
     return Sides(replace(right, coarse="router"), right, right)
 
 
