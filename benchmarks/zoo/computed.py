@@ -219,8 +219,7 @@ def _turns(
         kept = [answer[int(sides.forgotten * len(answer)) :] for answer in answers[-1]]
         if sides.rewritten:
             kept = [encoded(answer, sides.rewritten, random) for answer in kept]
-        more = START + 5 + np.arange(sides.between)
-        asked = [np.concatenate([*parts, more]) for parts in zip(asked, kept, strict=True)]
+        asked = [np.concatenate([*parts, 5 + np.arange(sides.between)]) for parts in zip(asked, kept, strict=True)]
     joined = lambda parts: [np.concatenate(pair) for pair in zip(*parts, strict=True)]  # noqa: E731
     responses, after = joined(answers), int(lengths.max())
     trainer = model.score(sides.trainer, padded(prompts, responses), training)[:, -after:]

@@ -328,11 +328,10 @@ class Decoder:
             if how.sink:
                 share = share * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - how.sink)
             mixed = (share @ v).transpose(1, 2).flatten(2)
-            x = rounded(x + dropped(projected(mixed, f"o{layer}"), how.hidden_dropout))
-            x = as_stored(x, "residual", how)
+            mixed = dropped(projected(mixed, f"o{layer}"), how.hidden_dropout)
+            x = as_stored(rounded(x + mixed), "residual", how)
             y = read(x)
-            act = ACTIVATIONS[how.activations[layer]]
-            inner = act(projected(y, f"gate{layer}")) * projected(y, f"up{layer}")
+            inner = ACTIVATIONS[how.activations[layer]](projected(y, f"gate{layer}")) * projected(y, f"up{layer}")
             out = projected(inner, f"down{layer}")
             if how.experts and layer == LAYERS - 1:
                 route = as_stored(y @ self.router + how.router_offset, "router", how)

@@ -61,6 +61,10 @@ def _unscaled(level: int) -> Sides:
     return Sides(How(), (right := How(growth=(0.05, 0.12, 0.4)[level])), right)
 
 
+def _unbiased(level: int) -> Sides:
+    return Sides(How(), (right := How(skew=(0.1, 0.3, 1.0)[level])), right)
+
+
 def _activated(level: int) -> Sides:
     right = How(activations=("gelu", "gelu"))
     return Sides(How(activations=(("quick", "quick"), ("gelu", "silu"), ("silu", "silu"))[level]), right, right)
@@ -113,21 +117,13 @@ UNSEEN_F = (
     # Gate and up have another order after the conversion: slime#1840; see Megatron-Bridge#1690, vime#274.
     aging_kind("gate and up exchanged", _exchanged, WEIGHTS, "undelivered? stale? unexplained", 4),
     # A copy of the output matrix does not get the updates: prime-rl#2438, open-instruct#1387, vllm#51665.
-    aging_kind(
-        "copy of the output matrix", _copied, f"{LAST} {WEIGHTS}", "undelivered? stale? unexplained temperature?", 8
-    ),
+    aging_kind("copy of the output matrix", _copied, f"{LAST} {WEIGHTS}", "undelivered? stale? unexplained", 8),
     # The scale of queries that grows with the position is not read: vllm#48621.
     kind_of("scale of late queries", _unscaled, CONFIG, "unexplained quantized?", SAMPLER),
     # Another activation function: Megatron-Bridge#4661, vllm#3411, vllm#41574, candle#3745.
     kind_of("another activation function", _activated, CONFIG, "unexplained quantized?", SAMPLER),
     # The bias of the output matrix is lost: vllm#46835.
-    kind_of(
-        "bias of the output matrix lost",
-        lambda level: Sides(How(), (right := How(skew=(0.1, 0.3, 1.0)[level])), right),
-        f"{LAST} {WEIGHTS}",
-        "unexplained",
-        SAMPLER,
-    ),
+    kind_of("bias of the output matrix lost", _unbiased, f"{LAST} {WEIGHTS}", "unexplained", SAMPLER),
     # The prefix cache does not tell adapters apart: vllm#30931, vllm#42125, vllm#44250, LMCache#2961.
     kind_of(
         "prefix cache of another adapter",
