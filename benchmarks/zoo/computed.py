@@ -151,7 +151,7 @@ def _step(
 ) -> dict[str, np.ndarray]:
     sampling, training = (torch.Generator().manual_seed(int(random.integers(2**31))) for _ in range(2))
     held = [with_foreign(prompt, sides.foreign) for prompt in prompts]
-    if sides.forgotten or sides.rewritten:
+    if sides.forgotten or sides.rewritten or sides.between:
         return _turns(model, sides, held, lengths, sampling, training, random)
     ids, processed, raw = model.sample(
         sides.sampler,
@@ -206,7 +206,7 @@ def _turns(
     training: torch.Generator,
     random: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """Responses of two turns: to the sampler's second one, the first one is cut or has other tokens."""
+    """Responses of two turns: to the sampler's second one, the first one is cut or has other tokens, or more."""
     turns = (lengths // 2, lengths - lengths // 2)
     asked, answers, behavior, rescored = list(prompts), [], [], []
     for turn in turns:
@@ -219,7 +219,7 @@ def _turns(
         kept = [answer[int(sides.forgotten * len(answer)) :] for answer in answers[-1]]
         if sides.rewritten:
             kept = [encoded(answer, sides.rewritten, random) for answer in kept]
-        asked = [np.concatenate(parts) for parts in zip(asked, kept, strict=True)]
+        asked = [np.concatenate([*parts, 5 + np.arange(sides.between)]) for parts in zip(asked, kept, strict=True)]
     joined = lambda parts: [np.concatenate(pair) for pair in zip(*parts, strict=True)]  # noqa: E731
     responses, after = joined(answers), int(lengths.max())
     trainer = model.score(sides.trainer, padded(prompts, responses), training)[:, -after:]
@@ -252,7 +252,8 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
     gap: positions of the response continue behind those of the padded prompt, for `strength` of it. pads: padding is
     attended to, with `strength` added to its scores. grid: the `strength` tokens of an image in the prompt have one
     position. slices: labels are shifted within the slices of `strength` ranks, two for each. order: linear attention
-    reads these slices rank by rank. holes: one of `strength` ids is taken for padding.
+    reads these slices rank by rank. holes: one of `strength` ids is taken for padding. future: tokens attend to
+    later ones, with `strength` added to their scores.
     """
     before = context.ids.shape[1] - after
     missing = before - torch.tensor([len(prompt) for prompt in prompts])
@@ -286,6 +287,11 @@ def laid_out(context: Context, after: int, prompts: Sequence[np.ndarray], sides:
         padding = (context.ids % int(sides.strength) == END)[:, None, None]
         own = torch.eye(context.ids.shape[1], dtype=torch.bool)
         return replace(context, allowed=context.allowed & (~padding | own))
+    if sides.place == "future":
+        places = torch.arange(context.ids.shape[1])
+        real = (places >= missing[:, None]) & (places < before + torch.from_numpy(lengths)[:, None])
+        later = torch.triu(torch.ones_like(context.allowed), 1) * sides.strength
+        return replace(context, allowed=real[:, None, None].expand_as(context.allowed), bias=later)
     if sides.place == "pads":
         places = torch.arange(context.ids.shape[1])
         pads = (places < missing[:, None])[:, None, None]

@@ -18,6 +18,13 @@ VOCABULARY, WIDTH, HEADS, LAYERS, RANK, EXPERTS = 384, 64, 4, 2, 8, 4
 HEAD, BATCH = WIDTH // HEADS, 32
 SLOW = 0.05
 """Rotary frequencies below it are low."""
+FLOOR = 40
+"""Tokens after which attention scores grow."""
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "quick": lambda x: x * torch.sigmoid(1.702 * x),
+}
 START = 0
 """The id with which every prompt begins."""
 END = 2
@@ -57,7 +64,13 @@ class How:
     windowed: layers that have the window. slow: divides low rotary frequencies. adapter_dropout: of what the adapter
     reads; beside: whether it is added to quantized weights. experts_as: the experts that answer in place of each.
     choice_bias: size of a bias that takes part in the choice of experts only. top: whether the sampler reports the
-    log-prob of its most probable token. ending: added to the logit of `END`.
+    log-prob of its most probable token. ending: added to the logit of `END`. coarse may also have `router` (scores of
+    experts), `squares` (means in norms), `norms` (their results) and `residual` (sums of layers). output_age: updates
+    of the output matrix, -1 for those of the embedding. swapped: share of columns that gate and up have exchanged.
+    crossed: whether up has the adapter of gate. growth: of attention scores with the logarithm of each `FLOOR` tokens.
+    activations: of layers, silu, gelu or quick. skew: size of a bias of the output matrix. bare: matrices that are
+    not quantized. hidden_dropout: of what layers add. router_offset: in all scores of experts. forced: first place of
+    a response at which ids from 3 on are forced, and the one after the last.
     """
 
     theta: float = 10_000.0
@@ -113,6 +126,16 @@ class How:
     choice_bias: float = 0.0
     top: bool = False
     ending: float = 0.0
+    output_age: int = -1
+    swapped: float = 0.0
+    crossed: bool = False
+    growth: float = 0.0
+    activations: tuple[str, ...] = ("silu",) * LAYERS
+    skew: float = 0.0
+    bare: str = ""
+    hidden_dropout: float = 0.0
+    router_offset: float = 0.0
+    forced: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +190,7 @@ class Decoder:
         self.sharp = self._normal(WIDTH) / WIDTH**0.5
         self.bias = -0.55 * torch.log(1.0 + torch.arange(VOCABULARY))
         self.expert_bias = self._normal(WIDTH, EXPERTS)
+        self.skew = self._normal(VOCABULARY)
         self.loaded = cache(self._loaded)
 
     def _normal(self, *shape: int) -> Tensor:
@@ -183,16 +207,24 @@ class Decoder:
             part = 0 if name == "head" else 1 + int(name[-1])
             weight = plain + how.drift * self.updates[name][: how.ages[part]].sum(0)
             if how.adapter and name in self.lora and name[:-1] not in how.unadapted.split():
-                weight = weight + self._adapter(name, how)
+                weight = weight + self._adapter(name.replace("up", "gate") if how.crossed else name, how)
             if name in how.one_shard.split():
                 weight = weight[:, : WIDTH // 2].repeat(1, 2)
             weights[name] = weight
+        for layer in range(LAYERS if how.swapped else 0):
+            up, gate, count = weights[f"up{layer}"], weights[f"gate{layer}"], round(how.swapped * 2 * WIDTH)
+            weights[f"up{layer}"] = torch.cat([gate[:, :count], up[:, count:]], 1)
+            weights[f"gate{layer}"] = torch.cat([up[:, :count], gate[:, count:]], 1)
         weights["output"] = weights["head"] + how.untied * self.untied
+        if how.output_age >= 0:
+            weights["output"] = self.plain["head"] + how.drift * self.updates["head"][: how.output_age].sum(0)
         if how.bits:
             tops = {name: weight.abs().max() for name, weight in weights.items()}
             apart = {name: self._adapter(name, how) for name in self.lora} if how.beside else {}
             bare = {name: weight - apart.get(name, 0.0) for name, weight in weights.items()}
-            weights = {name: quantized(weight, how.bits) + apart.get(name, 0.0) for name, weight in bare.items()}
+            for name in bare.keys() - {f"{name}{layer}" for name in how.bare.split() for layer in range(LAYERS)}:
+                bare[name] = quantized(bare[name], how.bits)
+            weights = {name: weight + apart.get(name, 0.0) for name, weight in bare.items()}
             for layer in range(LAYERS):
                 for group in how.one_scale:
                     names = [f"{name}{layer}" for name in group.split()]
@@ -239,8 +271,12 @@ class Decoder:
                 return x
             return x * (1 + how.rounding * (2 * torch.rand(x.shape, generator=random) - 1))
 
+        def normed(x: Tensor) -> Tensor:
+            mean = as_stored((x * x).mean(-1, keepdim=True), "squares", how)
+            return as_stored(x * torch.rsqrt(mean + how.epsilon), "norms", how)
+
         def read(x: Tensor) -> Tensor:
-            y = norm(x, how.epsilon)
+            y = normed(x)
             return quantized(y, how.inputs) if how.inputs else y
 
         def projected(x: Tensor, name: str) -> Tensor:
@@ -256,10 +292,8 @@ class Decoder:
                 total = total + part.bfloat16()
             return total.float() + more
 
-        def dropped(x: Tensor) -> Tensor:
-            if not how.dropout:
-                return x
-            return x * (torch.rand(x.shape, generator=random) >= how.dropout) / (1 - how.dropout)
+        def dropped(x: Tensor, share: float) -> Tensor:
+            return x * (torch.rand(x.shape, generator=random) >= share) / (1 - share) if share else x
 
         x = w["head"][context.ids[:, start:end]]
         for layer in range(LAYERS):
@@ -274,6 +308,8 @@ class Decoder:
                 cache[layer][0][:, :, start:end], cache[layer][1][:, :, start:end] = k, v
                 k, v = cache[layer][0][:, :, :end], cache[layer][1][:, :, :end]
             scores = (q * (how.attention[layer] / HEAD**0.5)) @ k.transpose(-1, -2)
+            if how.growth:
+                scores = scores * (1 + how.growth * torch.log1p(positions // FLOOR))[:, None, :, None]
             seen = allowed & near if how.window and layer in how.windowed else allowed
             if how.score_cap:
                 scores = how.score_cap * torch.tanh(scores / how.score_cap)
@@ -288,16 +324,17 @@ class Decoder:
                 if bias is not None:
                     scores = scores + bias[:, :, start:end, :end]
                 scores = scores.masked_fill(~seen, -1e9)
-                share = dropped(torch.softmax(scores, -1))
+                share = dropped(torch.softmax(scores, -1), how.dropout)
             if how.sink:
                 share = share * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - how.sink)
             mixed = (share @ v).transpose(1, 2).flatten(2)
-            x = rounded(x + projected(mixed, f"o{layer}"))
+            mixed = dropped(projected(mixed, f"o{layer}"), how.hidden_dropout)
+            x = as_stored(rounded(x + mixed), "residual", how)
             y = read(x)
-            inner = torch.nn.functional.silu(projected(y, f"gate{layer}")) * projected(y, f"up{layer}")
+            inner = ACTIVATIONS[how.activations[layer]](projected(y, f"gate{layer}")) * projected(y, f"up{layer}")
             out = projected(inner, f"down{layer}")
             if how.experts and layer == LAYERS - 1:
-                route = y @ self.router
+                route = as_stored(y @ self.router + how.router_offset, "router", how)
                 route = route + how.router_noise * torch.randn(route.shape, generator=random)
                 chosen = (route + how.choice_bias * torch.linspace(-1, 1, EXPERTS)).argmax(-1)
                 begin, stop = how.repeated
@@ -310,10 +347,10 @@ class Decoder:
                     share = torch.softmax(route, -1)[:, :, None] if how.weighted else 1.0
                     every = every + how.expert_bias * share * self.expert_bias
                 out = out + how.expert_scale * (every * one[:, :, None]).sum(-1)
-            x = rounded(x + out)
-        h = rounded(norm(x, how.epsilon) * (1 + how.offset * torch.tanh(self.sharp * WIDTH**0.5)))
+            x = as_stored(rounded(x + dropped(out, how.hidden_dropout)), "residual", how)
+        h = rounded(normed(x) * (1 + how.offset * torch.tanh(self.sharp * WIDTH**0.5)))
         sharpness = torch.exp(how.spread * torch.tanh(0.9 * h @ self.sharp) + 2.0)[..., None]
-        z = sharpness * (h @ w["output"].T) + self.bias
+        z = sharpness * (h @ w["output"].T) + self.bias + how.skew * self.skew
         z[..., END] += how.ending
         if how.padded:
             pads = sharpness * (h @ self.pads[: how.padded].T) + self.bias[-1]
@@ -370,6 +407,9 @@ class Decoder:
             z = self.forward(part, context, random, kv, start + step - 1, start + step)[:, 0]
             plain = torch.log_softmax(z, -1)
             drawn = plain if process is None else torch.log_softmax(process(z[:, :VOCABULARY], seen), -1)
+            if part.forced[0] <= step < part.forced[1]:
+                drawn = torch.full_like(plain, -torch.inf)
+                drawn[:, 3 + step - part.forced[0]] = 0.0
             noise = -torch.log(-torch.log(torch.rand(drawn[:, :VOCABULARY].shape, generator=random)))
             chosen = (drawn[:, :VOCABULARY] + noise).argmax(-1, keepdim=True)
             logps[:, step], raw[:, step] = drawn.gather(1, chosen)[:, 0], plain.gather(1, chosen)[:, 0]
@@ -386,10 +426,6 @@ class Decoder:
 @cache
 def decoder(seed: int) -> Decoder:
     return Decoder(seed)
-
-
-def norm(x: Tensor, epsilon: float) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)
 
 
 def as_stored(x: Tensor, name: str, how: How) -> Tensor:

@@ -233,9 +233,10 @@ def goals(results: Sequence[Judged]) -> str:
     )
     rows = []
     for text, goal, line in lines:
-        parts = ([one for one in results if half(one.kind.name) == side] for side in "ABCDE")
+        parts = ([one for one in results if half(one.kind.name) == side] for side in "ABCDEF")
         rows.append([text, goal, line(list(results)), *(line(part).partition(" of ")[0] for part in parts)])
-    return table(["", "goal", "mean of all kinds", "half A", "half B", "new: C", "blind: D", "blind: E"], rows)
+    halves = ("half A", "half B", "new: C", "blind: D", "blind: E", "blind: F")
+    return table(["", "goal", "mean of all kinds", *halves], rows)
 
 
 def kinds(results: Sequence[Judged]) -> str:
@@ -246,7 +247,7 @@ def kinds(results: Sequence[Judged]) -> str:
     parts = {kind: [one for one in results if one.kind is kind] for kind in KINDS}
     always = [kind for kind in KINDS if all(one.listed and (one.found or not one.rescored) for one in parts[kind])]
     groups = [([kind], part) for kind, part in parts.items() if kind not in always]
-    for side in "ABCDE":
+    for side in "ABCDEF":
         names = [kind for kind in always if half(kind.name) == side]
         groups.append((names, [one for kind in names for one in parts[kind]]))
     rows = []

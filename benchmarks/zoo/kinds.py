@@ -36,11 +36,12 @@ from zoo.sides import (
 )
 from zoo.unseen import UNSEEN
 from zoo.unseen_e import UNSEEN_E
+from zoo.unseen_f import UNSEEN_F
 
 
 def half(name: str) -> str:
-    """`C`, `D` or `E` for a kind of `NEW`, `UNSEEN` or `UNSEEN_E`, else `A` or `B` by a fixed hash of its name."""
-    for side, kinds in (("C", NEW), ("D", UNSEEN), ("E", UNSEEN_E)):
+    """`C` to `F` for a kind of `NEW` or the `UNSEEN` ones, else `A` or `B` by a fixed hash of its name."""
+    for side, kinds in (("C", NEW), ("D", UNSEEN), ("E", UNSEEN_E), ("F", UNSEEN_F)):
         if any(name == kind.name for kind in kinds):
             return side
     return "AB"[hashlib.sha256(name.encode()).digest()[0] % 2]
@@ -346,4 +347,4 @@ NEW = (
 )
 """Kinds that were written after all log odds had been set, and before the diagnosis saw one of them: half C."""
 
-KINDS = (*HEALTHY, *FAULTS, *NEW, *UNSEEN, *UNSEEN_E)
+KINDS = (*HEALTHY, *FAULTS, *NEW, *UNSEEN, *UNSEEN_E, *UNSEEN_F)

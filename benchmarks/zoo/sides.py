@@ -30,7 +30,7 @@ class Sides:
 
     process: settings of the sampler; settings: those that a file can state. raw: whether the log-probs before them
     are reported. cached: how the sampler's keys and values of the prompt were computed. place: how the trainer lays
-    out sequences (`gap`, `pads`, `pack`, `state`, `grid`, `slices`, `zigzag`, `holes`, `order`, or empty), by
+    out sequences (`gap`, `pads`, `pack`, `state`, `grid`, `slices`, `zigzag`, `holes`, `order`, `future`, or empty), by
     `strength`. prompts: what the trainer makes of a prompt. later: the sampler in the second half of responses.
     foreign: number of first ids of a prompt whose keys and values the sampler has from another one. some: share of
     the prompts, and what holds for them instead. change: of the two columns (tokens,), after all. lag: updates by
@@ -38,7 +38,7 @@ class Sides:
     one for each response. ended: share of responses whose last token the data hold as `END`; end_logp: its log-prob,
     None for that of the token it replaced. encoded: share of rare tokens that the trainer has as others. forgotten:
     share of the first half of a response that the sampler no longer sees in the second one; rewritten: share of its
-    rare tokens that it sees as others.
+    rare tokens that it sees as others; between: ids that it sees between the halves.
     """
 
     sampler: How = RIGHT
@@ -61,6 +61,7 @@ class Sides:
     encoded: float = 0.0
     forgotten: float = 0.0
     rewritten: float = 0.0
+    between: int = 0
     lag: int | None = None
 
 
