@@ -227,4 +227,5 @@ def test_kinds_have_names_of_their_own_and_both_halves_hold_many() -> None:
 
     names = [kind.name for kind in KINDS]
     assert len(set(names)) == len(names) > 50
-    assert min(sum(half(name) == side for name in names) for side in "ABD") >= 20
+    counts = {side: sum(half(name) == side for name in names) for side in "ABCDEF"}
+    assert counts == {"A": 31, "B": 24, "C": 10, "D": 26, "E": 16, "F": 16}

@@ -59,11 +59,9 @@ MAX_CHANCE = 0.3  # the same with two standard errors more
 MIN_UNRELATED = 60  # fewest tokens of such responses
 NEAR = 1.0  # nats: a deficit of the mean ratio shows among tokens that differ less, or tokens far below 1 make it
 MIN_RAISED = 0.03  # least ratio of raised to lowered tokens that are far apart, where they go both ways
-FEW = 0.15  # largest share of tokens further apart than that which is few
 NEVER = -20.0  # log-prob as which smaller ones count
 TURN_GROWTH = 4.0  # least growth of sizes from one turn to the next
 MAX_TURNS = 50  # most turns that are compared
-
 
 Sign = tuple[str, str]
 """A key of candidates.toml, and a clause with the numbers, for "since ..."."""
@@ -80,7 +78,6 @@ def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[s
         *_of_size(undecided),
         *_of_direction(undecided),
         *_of_tail(undecided),
-        *_of_few(tokens, undecided),
         *_of_ids(tokens, undecided),
         *_of_responses(undecided),
         *_of_depth(undecided),
@@ -96,7 +93,8 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
     residual = Residual.of(tokens)
     lost = -np.expm1(np.minimum(tokens.log_ratio, NEAR))
     near = np.abs(tokens.log_ratio) < NEAR
-    if residual.ratio_mean < 1 and _both_ways(tokens) and lost[near].sum() < lost[~near].sum():
+    both_ways = (tokens.log_ratio > NEAR).sum() > MIN_RAISED * (tokens.log_ratio < -NEAR).sum()
+    if residual.ratio_mean < 1 and both_ways and lost[near].sum() < lost[~near].sum():
         # Ratios near 0 are drawn, the large ones that make up for them are too rare: it tells nothing.
         return
     if residual.mean_is_one == "no":
@@ -104,11 +102,6 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
         yield name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})"
     elif residual.mean_is_one == "yes":
         yield "mean-one", f"the mean ratio is {residual.ratio_mean:.4g}, as of two complete distributions"
-
-
-def _both_ways(tokens: LogprobPairs) -> bool:
-    """Whether tokens that are far apart are raised as well as lowered, as a sampler that draws from all ids causes."""
-    return bool((tokens.log_ratio > NEAR).sum() > MIN_RAISED * (tokens.log_ratio < -NEAR).sum())
 
 
 def _of_pairs(tokens: LogprobPairs) -> Iterator[Sign]:
@@ -139,9 +132,8 @@ def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
     """Whether the probability decides where a logit moves, and whether along a line, in responses that carry it."""
-    carry = carriers(undecided)[0]
-    if np.isin(undecided.row, carry).sum() >= MIN_UNRELATED:
-        undecided = undecided.select(np.isin(undecided.row, carry))
+    carried = np.isin(undecided.row, carriers(undecided)[0])
+    undecided = undecided.select(carried) if carried.sum() >= MIN_UNRELATED else undecided
     part = part_by_probability(undecided)
     if part < MIN_DIRECTION:
         yield "no-direction", "the probability of a token does not decide where its logit moves"
@@ -183,15 +175,6 @@ def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
         yield "tail-two-sided", f"{far.mean():.1%} of the tokens, raised and lowered alike, hold {held:.0%} of k3"
 
 
-def _of_few(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
-    """Whether a few tokens are far apart, while all others agree."""
-    apart = np.abs(tokens.log_ratio) > NEAR
-    held = float(tokens.k3[apart].sum() / max(tokens.k3.sum(), 1e-300))
-    is_few = MIN_FAR_TOKENS <= apart.sum() <= FEW * len(tokens) and held > 0.9
-    if is_few and _both_ways(tokens) and usual_rms(undecided.shift) < NEAR / 10:
-        yield "few", f"{apart.mean():.1%} of the tokens hold {held:.0%} of k3, all others agree"
-
-
 def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
     scale = robust_scale(undecided.shift)
     part = id_part(tokens, scale)
@@ -213,8 +196,9 @@ def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
     alike = parts_of(undecided.mean)
     slope, z = slope_of(centered(shift, alike), centered(seen.astype(np.float64), alike), cluster=undecided.row)
     if abs(z) > SIGN_Z and abs(slope) > MIN_SEEN * scale:
-        way = "higher" if slope > 0 else "lower"
-        yield "seen", f"tokens that occurred before are {abs(slope):.2g} logits {way} in the trainer (z = {z:.0f})"
+        # A penalty makes them higher in the trainer; where it has another context they are not expected again.
+        name, way = ("seen", "higher") if slope > 0 else ("seen-less", "lower")
+        yield name, f"tokens that occurred before are {abs(slope):.2g} logits {way} in the trainer (z = {z:.0f})"
 
 
 def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -265,7 +249,8 @@ def _of_one_depth(undecided: LogprobPairs, part: np.ndarray) -> Iterator[Sign]:
         return
     begin = float(np.quantile(undecided.depth[large], 0.05))
     before = undecided.depth < begin
-    if before.mean() > MIN_BEFORE and large[~before].mean() > 0.5:
+    soon = ~before & (undecided.depth <= np.quantile(undecided.depth[~before], 0.25))
+    if before.mean() > MIN_BEFORE and large[soon].mean() > 0.4:
         yield "one-depth", f"it begins {begin:.0f} tokens into the context in all responses"
 
 

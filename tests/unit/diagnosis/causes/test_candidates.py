@@ -15,7 +15,7 @@ from tests.support import planted_causes as plant
 import trimtab.diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
 from trimtab.diagnosis.causes.candidates import KINDS, families, rank
-from trimtab.diagnosis.causes.detector import LogprobPairs
+from trimtab.diagnosis.causes.detector import LogprobPairs, Residual
 from trimtab.diagnosis.causes.signs import find_signs
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums
 from trimtab.diagnosis.records import Candidate, Settings, Stated
@@ -134,11 +134,43 @@ def test_a_difference_that_begins_with_a_turn_is_one_of_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), [(np.linspace(0.02, 1, LENGTH), "deeper"), (np.linspace(1, 0.02, LENGTH), "earlier")]
+    ("size", "name"),
+    [
+        (np.linspace(0.2, 1, LENGTH), "deeper"),
+        (np.linspace(0.02, 1, LENGTH), "onset"),
+        (np.linspace(1, 0.02, LENGTH), "earlier"),
+    ],
 )
 def test_where_in_a_response_it_is_larger(size: np.ndarray, name: str) -> None:
     data = Drawn()
     assert name in signs(data.table(data.logits + data.noise(np.tile(size, RESPONSES))))
+
+
+def test_what_begins_at_one_depth_in_all_responses_is_the_models_configuration() -> None:
+    data = Drawn()
+    found = find_signs(LogprobPairs.of(data.table(data.logits + data.noise(np.where(data.position < 25, 0.02, 0.8)))))
+    assert found["one-depth"].startswith("it begins 2")
+    assert rank(found)[0].name == "model-config"
+    begin = data.random.integers(LENGTH, size=RESPONSES)[data.row]
+    assert "one-depth" not in signs(data.table(data.logits + data.noise(np.where(data.position < begin, 0.02, 0.8))))
+
+
+def test_a_low_mean_of_ratios_tells_nothing_where_far_tokens_go_both_ways() -> None:
+    data = Drawn()
+    table = data.table(data.logits + data.noise(np.where(data.random.random(len(data.row)) < 0.3, 6.0, 0.02)))
+    tokens = LogprobPairs.of(table)
+    assert np.exp(tokens.log_ratio).mean() < 0.95
+    assert Residual.of(tokens).mean_is_one == "no"
+    assert not {"mean-low", "mean-one", "one-way", "tail-one-sided"} & signs(table)
+
+
+def test_another_temperature_of_some_requests_is_a_setting() -> None:
+    data = Drawn()
+    table = data.table(np.where(data.row[:, None] % 5 == 0, data.logits / 1.4, data.logits) + data.noise(0.01))
+    assert {"straight", "some-clean"} <= signs(table)
+    assert "settings" in {
+        one.name for family in families(rank(find_signs(LogprobPairs.of(table))))[:3] for one in family
+    }
 
 
 def test_what_depends_on_the_id_and_grows_over_the_steps_is_weights() -> None:
@@ -192,7 +224,9 @@ def test_a_candidate_says_what_speaks_for_and_against_it() -> None:
 def test_the_table_and_the_signs_name_each_other() -> None:
     source = (Path(trimtab.diagnosis.__file__).parent / "causes" / "signs.py").read_text()
     made = set(
-        re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)+|straight|loose|ends|seen|even|flat|deeper|earlier|advantage)"', source)
+        re.findall(
+            r'"([a-z0-9]+(?:-[a-z0-9]+)+|straight|loose|onset|ends|seen|even|flat|deeper|earlier|advantage)"', source
+        )
     )
     read = {name for kind in KINDS for name in (*kind.speaks_for, *kind.speaks_against)}
     assert read <= made
