@@ -45,8 +45,6 @@ MOST_SPOTS = 3
 """Largest number of hotspots that the answer names."""
 SHOWN = 3
 """Number of families of candidates that the answer names."""
-NEGLIGIBLE = 0.1
-"""Odds relative to the first candidate of a family below which only the test names another one."""
 PROOF = {
     "healthy": "",
     "proven": "Proven: {text}",
@@ -170,7 +168,8 @@ def family_text(family: Sequence[Candidate]) -> str:
 
 
 def likely(family: Sequence[Candidate]) -> list[Candidate]:
-    return [one for one in family if one.odds >= NEGLIGIBLE * family[0].odds]
+    """Returns the candidates with at least a tenth of the odds of the first one; only the test names others."""
+    return [one for one in family if one.odds >= 0.1 * family[0].odds]
 
 
 def candidate_text(candidate: Candidate) -> str:

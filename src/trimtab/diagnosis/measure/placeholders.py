@@ -92,9 +92,8 @@ class PlaceholderSums:
         self.lowest[name] = min(self.lowest[name], float(values[mask].min(initial=0.0)))
         other = table.trainer if name == "behavior" else table.behavior
         apart = np.abs(other - values) >= _APART
-        last = _places(table, mask)[0]
-        parts = ("certain", mask & ~exact & (values > _CERTAIN)), ("any", mask & ~exact), ("last", last & ~exact)
-        for key, part in parts:
+        rest = mask & ~exact
+        for key, part in (("certain", rest & (values > _CERTAIN)), ("any", rest), ("last", rest & _last(table))):
             usual = self.usual.setdefault((name, key), _Counts())
             usual.tokens += int(part.sum())
             usual.apart += int((part & apart).sum())
@@ -250,15 +249,19 @@ def without_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...
 
 def _places(table: TokenTable, at: np.ndarray) -> tuple[np.ndarray, ...]:
     """Splits tokens with one value by `PLACES`."""
-    end = _edge(table, at, "end")
-    final = np.maximum.reduceat(np.where(table.mask, np.arange(table.tokens), -1), table.starts[:-1])
-    last = np.zeros_like(end)
-    last[final[final >= 0]] = True
-    last &= end
+    last = _last(table) & (end := _edge(table, at, "end"))
     rest = at & ~end
     same = rest[1:] & rest[:-1] & (table.row[1:] == table.row[:-1])
     beside = np.append(False, same) | np.append(same, False)
     return last, end & ~last, rest & beside, rest & ~beside
+
+
+def _last(table: TokenTable) -> np.ndarray:
+    """Returns which tokens are the last trained ones of their response."""
+    trained = np.flatnonzero(table.mask)
+    last = np.zeros_like(table.mask)
+    last[trained[np.diff(table.row[trained], append=-1) != 0]] = True
+    return last
 
 
 def _edge(table: TokenTable, at: np.ndarray, end: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Diagnosis, describe_test
+from trimtab.diagnosis.answer import Diagnosis, describe_test, likely
 from trimtab.diagnosis.figures import FIGURES, figure, interval_of, outside, overrides_text
 from trimtab.diagnosis.hotspots import shares
 from trimtab.diagnosis.output.as_text import markdown
@@ -93,12 +93,11 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _candidates(diagnosis: Diagnosis) -> list[Part]:
     cards: list[Part] = []
     for place, family in enumerate(diagnosis.answer.families, start=1):
-        notes = []
-        for candidate in likely(family):
+        shown, notes = likely(family), []
+        for candidate in shown:
             lines = (("", candidate.plain), ("For it", candidate.speaks_for), ("Against it", candidate.speaks_against))
-            label = candidate.name if len(likely(family)) > 1 else ""
-            notes += [Note(f"{text}.", name or label) for name, text in lines if text]
-        names = " or ".join(candidate.name for candidate in likely(family))
+            notes += [Note(f"{text}.", name or candidate.name * (len(shown) > 1)) for name, text in lines if text]
+        names = " or ".join(candidate.name for candidate in shown)
         cards.append(Card(f"Candidate {place}: {names}", [*notes, Note(f"{describe_test(family)}.", "Test")]))
     return cards
 
