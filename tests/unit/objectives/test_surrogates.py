@@ -40,27 +40,6 @@ def one_token(name: str, ratio: float, advantage: float, *, over: str = "proxima
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "slope", "hit"),
-    [
-        (1.1, 2.0, 2.2, 2.2, None),
-        (1.5, 2.0, 2.56, 0.0, "clip/high"),  # 1.28 * 2
-        (0.5, 2.0, 1.0, 1.0, None),  # good token, too rare: no clip
-        (0.9, -2.0, -1.8, -1.8, None),
-        (0.5, -2.0, -1.6, 0.0, "clip/low"),  # 0.8 * -2
-        (1.5, -2.0, -3.0, -3.0, None),  # bad token, too likely: no clip
-        (1.5, 0.0, 0.0, 0.0, None),
-        (0.5, 0.5, 0.25, 0.25, None),  # the same for advantages below 1
-        (1.5, -0.5, -0.75, -0.75, None),
-    ],
-)
-def test_clipped(ratio, advantage, value, slope, hit):
-    statistics = one_token("dapo", ratio, advantage)
-    assert statistics[:2] == pytest.approx((value, slope), abs=1e-12)
-    for key in ("clip/low", "clip/high"):
-        assert statistics[2][key] == (key == hit)
-
-
-@pytest.mark.parametrize(
     ("ratio", "advantage", "value", "slope"),
     [
         (5.0, -1.0, -3.0, 0.0),
