@@ -76,7 +76,7 @@ def test_the_best_is_tied_with_those_that_its_seeds_do_not_separate() -> None:
 
 
 def test_the_lead_that_would_be_seen_is_said() -> None:
-    """b trails by .01 to .05: t = 4.24 is above t(4) = 2.13 at 5%. Beside more methods: tests/unit/test_intervals.py."""
+    """b trails by .01 to .05: t = 4.24 is above t(4) = 2.13 at 5%. With more: test_intervals.py."""
     first = [0.9, 0.8, 0.85, 0.9, 0.9]
     second = [value - 0.01 * (seed + 1) for seed, value in enumerate(first)]
     pairs = zip("ab", (first, second), strict=True)
