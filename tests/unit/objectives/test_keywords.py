@@ -28,7 +28,7 @@ from trimtab.objectives import (
     keywords_of,
     objective,
 )
-from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, Preset, value_at
+from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, value_at
 from trimtab.objectives.lookup import from_section
 from trimtab.objectives.presets import COMPOSED, PRESETS
 from trimtab.trainer.config import load_config, recipe_names, training_sections
@@ -68,12 +68,6 @@ def test_a_preset_may_set_a_mask_by_the_keyword_of_a_weight() -> None:
 def test_the_second_of_two_masks_keeps_its_place_before_those_that_are_added() -> None:
     built = objective("trm", k3_max=0.5, k2_max=0.25, mask=[Veto()])
     assert [getattr(mask, "max", None) for mask in built.masks] == [0.25, 0.5, None]
-
-
-@in_one_test("preset", PRESETS.values())
-def test_a_preset_says_what_it_does_when_to_use_it_and_where_it_is_from(preset: Preset) -> None:
-    assert preset.when.startswith("Use it")
-    assert all(text.endswith(".") and "\n" not in text for text in (preset.does, preset.when, preset.source))
 
 
 CLIPPED = {"kind": "clipped", "high": 0.28}

@@ -161,12 +161,6 @@ def test_m2po_within_its_budget_clips_nothing():
     assert one_token("m2po", 9.0, 1e-13)[1] == pytest.approx(9e-13, rel=1e-6, abs=0)  # neither good nor bad
 
 
-@pytest.mark.parametrize("ratio", [0.01, 1.0, 50.0])
-@pytest.mark.parametrize("advantage", [2.0, -3.0])
-def test_reinforce_does_not_read_the_ratio(ratio, advantage):
-    assert one_token("reinforce", ratio, advantage, logp=-1.5)[:2] == pytest.approx((-1.5 * advantage, advantage))
-
-
 Returned = Callable[[Terms], Any]
 
 
