@@ -26,13 +26,11 @@ from trimtab.objectives import (
 )
 
 
-def one_token(name: str, ratio: float, advantage: float, *, over: str = "proximal", logp: float = -1.0, **keywords):
-    """(-loss, d(-loss)/d log pi) of a single token whose current/`over` ratio is given."""
-    current = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
-    base = torch.tensor([[logp - math.log(ratio)]], dtype=torch.float64)
+def one_token(name: str, ratio: float, advantage: float, **keywords):
+    """(-loss, d(-loss)/d log pi) of a single token; the sampler has the proximal policy: weights are 1 and nothing is rejected."""
+    current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
     policies = {"behavior": base, "proximal": base, "off_policy": torch.zeros(1, 1, dtype=torch.bool)}
-    if over == "proximal":
-        policies["behavior"] = base  # no mismatch: weights are 1 and nothing is rejected
     logps = PolicyLogps(current=current, mask=torch.ones(1, 1, dtype=torch.bool), **policies)
     out = objective(name, **keywords)(logps, torch.tensor([[advantage]], dtype=torch.float64))
     out.loss.backward()
