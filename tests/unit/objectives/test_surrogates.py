@@ -27,7 +27,7 @@ from trimtab.objectives import (
 
 
 def one_token(name: str, ratio: float, advantage: float, **keywords):
-    """(-loss, d(-loss)/d log pi) of a single token; the sampler has the proximal policy: weights are 1 and nothing is rejected."""
+    """(-loss, d(-loss)/d log pi) of a single token, of which sampler and proximal policy are one."""
     current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     base = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
     policies = {"behavior": base, "proximal": base, "off_policy": torch.zeros(1, 1, dtype=torch.bool)}
