@@ -261,9 +261,9 @@ def a_missing_policy_is_named(lab, name):
     for field in obj.needs | {"current"}:
         with pytest.raises(ValueError, match=rf"needs {field}, which is None"):
             obj(replace(batch.logps(), **{field: None}), batch.advantage)
-    absent = dict.fromkeys(("behavior", "proximal", "reference", "entropy", "off_policy"))
-    kept = {field: None for field in absent if field not in obj.needs}
-    assert obj(replace(batch.logps(), **kept), batch.advantage).loss.isfinite()
+    policies = {"behavior", "proximal", "reference", "entropy", "off_policy", "turn", "age"}
+    absent = policies | {"head_current", "head_behavior"}
+    assert obj(replace(batch.logps(), **dict.fromkeys(absent - obj.needs)), batch.advantage).loss.isfinite()
 
 
 def low_precision_inputs_are_computed_in_float32(lab, name):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from tests.support.named_cases import in_one_test
 
 import trimtab
 from trimtab import OPSM, Weight
-from trimtab.objectives import Aggregation, Objective
+from trimtab.objectives import Objective
 
 IMPORTANCE = {
     "token_truncate-2": Weight("token", "truncate", max=2.0),
@@ -106,11 +105,3 @@ def test_off_policy_sequence_mask(trl, given, delta):
 def test_centred_advantages(trl, given, close):
     ours = trimtab.advantages("dr-grpo", given.rewards, given.groups)
     close(ours, trl.tensor("advantage/none", given.name, "advantages"))
-
-
-def test_bnpo_and_dapo_differ_only_between_micro_batches(trl, given):
-    """TRL's bnpo divides each micro-batch by its own tokens; over one whole update both are our token-mean."""
-    assert LOSSES["bnpo"].aggregation == LOSSES["dapo"].aggregation == Aggregation("token-mean")
-    assert trl.scalar("loss/bnpo", given.name, "loss") == pytest.approx(
-        LOSSES["bnpo"](given.logps(), given.advantage).loss.item(), rel=1e-5
-    )

@@ -151,16 +151,6 @@ def test_the_baseline_of_a_token_weighs_responses_by_the_norm_of_their_score() -
     assert values[1].tolist() == pytest.approx([-0.2, -0.64864865, 0.0])
 
 
-def test_equal_rewards_and_equal_norms() -> None:
-    assert token_advantages([0.7, 0.7])[:, :2].abs().max() < 1e-7
-    even = token_advantages([1.0, 0.0], torch.ones(2, 3, dtype=torch.bool), torch.full((2, 3), 0.5).double())
-    assert even.tolist() == [pytest.approx([0.5] * 3), pytest.approx([-0.5] * 3)]  # the mean of the group
-    alone = optimal_token_advantages(
-        torch.tensor([1.0, 2.0]), torch.tensor([0, 1]), torch.zeros(2, 1), torch.ones(2, 1), torch.ones(2, 1).bool()
-    )
-    assert alone.tolist() == [[1.0], [2.0]]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reward", [1e308, -1e308, math.inf, -math.inf, math.nan, 1.1e18])
 def test_a_reward_that_would_overflow_is_named_with_its_index(kind: str, reward: float):

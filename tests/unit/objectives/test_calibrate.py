@@ -34,21 +34,6 @@ def noise(rows: int, time: int, size: float, seed: int = 0) -> torch.Tensor:
     return size * torch.randn(rows, time, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_which_presets_have_bounds_to_find() -> None:
-    assert PUBLISHED == {
-        "token-tis": ("weight_max",),
-        "seq-tis": ("weight_max",),
-        "turn-tis": ("weight_max",),
-        "seq-mis": ("weight_max",),  # open below, as published
-        "seq-mis-seq-ratio": ("weight_max",),
-        "icepop": ("weight_min", "weight_max"),
-        "geo-mask": ("keep_min", "keep_max"),
-        "geo-mask-token-tis": ("weight_min", "weight_max", "keep_min", "keep_max"),
-        "k3-mask": ("divergence_max",),
-        "opsm": ("delta",),
-    }
-
-
 def test_a_mask_leaves_one_response_in_a_hundred_on_either_side() -> None:
     # 1000 responses of two tokens whose mean log-ratio is (i - 500) / 1000, i = 0 ... 999; so ten lie beyond each.
     mean = (torch.arange(1000, dtype=torch.float64) - 500) / 1000

@@ -11,8 +11,7 @@ import torch
 
 from trimtab.adapters.config_lines import lines
 from trimtab.errors import TrimtabError
-from trimtab.objectives import KL, Band, Clipped, Objective, PolicyLogps, Ratio, keywords_of, objective, objectives
-from trimtab.objectives.calibrate import bounds_of
+from trimtab.objectives import KL, Band, Clipped, Objective, PolicyLogps, Ratio, keywords_of, objective
 from trimtab.objectives.lookup import from_section
 from trimtab.report.health import known_objective
 from trimtab.report.run_objective import equation_of
@@ -95,13 +94,6 @@ def test_mistakes_are_one_line_that_names_the_function(name, keywords, line):
 def test_the_error_for_a_missing_module_names_the_folder_that_was_searched():
     with pytest.raises(TrimtabError, match=r"objective 'nowhere:dppo': cannot import 'nowhere'.*current directory"):
         objective("nowhere:dppo")
-
-
-def test_no_bound_of_it_is_calibrated_and_it_is_no_preset():
-    assert bounds_of(DPPO) == ()
-    assert DPPO not in objectives()
-    with pytest.raises(TrimtabError, match="unknown objective 'own_rule'"):
-        objective("own_rule")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from trimtab.objectives import (
     objective,
     objectives,
 )
-from trimtab.objectives.regularizers import Centering
 
 LOGITS, REFERENCE, OLD, SAMPLER = torch.randn(4, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -137,20 +136,6 @@ def test_the_expected_gradient_of_a_constant_advantage_is_zero(ceiling):
     assert uncentered.abs().max() > 1e-2
 
 
-def test_three_positions_by_hand():
-    p = torch.tensor([[[0.40, 0.40], [0.10, 0.60], [0.84, 0.10]]], dtype=torch.float64).log()
-    q = torch.tensor([[[0.50, 0.30], [0.20, 0.45], [0.80, 0.12]]], dtype=torch.float64).log()
-    heads = {
-        None: [(0.1, -0.1), (0.08333333, -0.25), (-0.32, -0.01333333)],
-        1.2: [(0, -0.04), (0, -0.06), (0, 0)],
-        2.0: [(0, 0)] * 3,
-    }
-    for ceiling, expected in heads.items():
-        leaf = p.clone().requires_grad_()
-        Centering(ceiling).per_token(leaf, q).sum().backward()
-        assert leaf.grad[0].tolist() == [pytest.approx(row, abs=1e-8) for row in expected]
-
-
 def test_equal_policies_and_an_untruncated_head_add_nothing():
     obj, plain = of(2.0), Objective("mine", ON_SAMPLER, Reinforce(2.0))
     for p, q in ((Q, Q), (P, Q)):  # no ratio of P and Q exceeds 2
@@ -184,14 +169,6 @@ def test_an_absent_id_and_an_untrained_position_change_nothing():
 def test_a_score_of_another_weight_is_refused(parts, line):
     with pytest.raises(TrimtabError, match=line):
         Objective("mine", **parts, centering=True)
-
-
-def test_a_recipe_centers_both_kinds_of_scores():
-    assert objective("reinforce", centering=True).equation().count("C = Σ_v sg[μ(v) − α π(v)]") == 1
-    assert objective("score-centering", ceiling=3.0).equation().count("C = Σ_v sg[min(π(v), 3 μ(v))") == 1
-    ratio = {"level": "token", "over": "behavior"}
-    with pytest.raises(TrimtabError, match="ceiling has no effect beside"):
-        objective("score-centering", ceiling=3.0, surrogate={"kind": "reinforce"}, ratio=ratio)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -26,38 +26,15 @@ from trimtab.objectives import (
 )
 
 
-def one_token(name: str, ratio: float, advantage: float, *, over: str = "proximal", logp: float = -1.0, **keywords):
-    """(-loss, d(-loss)/d log pi) of a single token whose current/`over` ratio is given."""
-    current = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
-    base = torch.tensor([[logp - math.log(ratio)]], dtype=torch.float64)
+def one_token(name: str, ratio: float, advantage: float, **keywords):
+    """(-loss, d(-loss)/d log pi) of a single token, of which sampler and proximal policy are one."""
+    current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
     policies = {"behavior": base, "proximal": base, "off_policy": torch.zeros(1, 1, dtype=torch.bool)}
-    if over == "proximal":
-        policies["behavior"] = base  # no mismatch: weights are 1 and nothing is rejected
     logps = PolicyLogps(current=current, mask=torch.ones(1, 1, dtype=torch.bool), **policies)
     out = objective(name, **keywords)(logps, torch.tensor([[advantage]], dtype=torch.float64))
     out.loss.backward()
     return -out.loss.item(), -current.grad.item(), out.metrics.finalize()
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "slope", "hit"),
-    [
-        (1.1, 2.0, 2.2, 2.2, None),
-        (1.5, 2.0, 2.56, 0.0, "clip/high"),  # 1.28 * 2
-        (0.5, 2.0, 1.0, 1.0, None),  # good token, too rare: no clip
-        (0.9, -2.0, -1.8, -1.8, None),
-        (0.5, -2.0, -1.6, 0.0, "clip/low"),  # 0.8 * -2
-        (1.5, -2.0, -3.0, -3.0, None),  # bad token, too likely: no clip
-        (1.5, 0.0, 0.0, 0.0, None),
-        (0.5, 0.5, 0.25, 0.25, None),  # the same for advantages below 1
-        (1.5, -0.5, -0.75, -0.75, None),
-    ],
-)
-def test_clipped(ratio, advantage, value, slope, hit):
-    statistics = one_token("dapo", ratio, advantage)
-    assert statistics[:2] == pytest.approx((value, slope), abs=1e-12)
-    for key in ("clip/low", "clip/high"):
-        assert statistics[2][key] == (key == hit)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +157,6 @@ def test_m2po_within_its_budget_clips_nothing():
     assert one_token("m2po", 1.3, 1.0)[:2] == pytest.approx((1.0, 0.0))  # .069 > .04, nothing smaller to fall back to
     assert one_token("m2po", 9.0, -1.0)[:2] == pytest.approx((-9.0, -9.0))  # harmless direction
     assert one_token("m2po", 9.0, 1e-13)[1] == pytest.approx(9e-13, rel=1e-6, abs=0)  # neither good nor bad
-
-
-@pytest.mark.parametrize("ratio", [0.01, 1.0, 50.0])
-@pytest.mark.parametrize("advantage", [2.0, -3.0])
-def test_reinforce_does_not_read_the_ratio(ratio, advantage):
-    assert one_token("reinforce", ratio, advantage, logp=-1.5)[:2] == pytest.approx((-1.5 * advantage, advantage))
 
 
 Returned = Callable[[Terms], Any]

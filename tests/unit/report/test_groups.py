@@ -64,15 +64,6 @@ def test_a_run_without_a_step_is_left_out_and_named(make_run: Callable[..., Path
         group_runs([begun])
 
 
-def test_damage_is_an_error(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    good, bad = make(make_run, tmp_path / "good"), make(make_run, tmp_path / "bad")
-    (bad / "metrics.jsonl").write_text("nonsense\n")
-    with pytest.raises(TrimtabError, match=r"bad/metrics.jsonl, line 1"):
-        group_runs([good, bad])
-    with pytest.raises(TrimtabError, match="no run directory"):
-        group_runs([good, tmp_path / "absent"])
-
-
 def test_a_recipe_of_another_version_is_compared_as_written(make_run: Callable[..., Path], tmp_path: Path) -> None:
     old = make(make_run, tmp_path / "old", ("[task]", "[gone]\nkey = 1\n\n[task]"))
     groups, notes = group_runs([old, make(make_run, tmp_path / "new")])

@@ -86,11 +86,14 @@ def test_the_winner_leads_by_differences_paired_by_seed() -> None:
     assert columns([ahead, twice])["accuracy"].winner is None, "runs of one seed are not independent"
 
 
-def test_the_lower_mismatch_wins() -> None:
+def test_the_lower_mismatch_wins_and_seconds_are_never_judged() -> None:
     low, high = (
-        group(name, *(run({}, seed, mismatch__k3=k3) for seed in range(3))) for name, k3 in (("a", 0.1), ("b", 0.2))
+        group(name, *(run({}, seed, mismatch__k3=k3, time__step=100 * k3) for seed in range(3)))
+        for name, k3 in (("a", 0.1), ("b", 0.2))
     )
-    assert columns([low, high])["k3"].winner == 0
+    result = columns([low, high])
+    assert (result["k3"].winner, result["seconds"].winner) == (0, None)
+    assert [item.mean for item in result["seconds"].intervals] == [40, 80]
 
 
 def test_alike_groups_need_no_caution() -> None:

@@ -28,14 +28,6 @@ def test_size_and_alphabet() -> None:
     assert tokenizer("x").input_ids == [tokenizer.unk_token_id]
 
 
-def test_the_model_of_episodes_is_deeper_and_reads_the_same_characters() -> None:
-    (model, tokenizer), (_, other) = laboratory.build(seed=0, name=laboratory.TOOLS), laboratory.build(seed=0)
-    # embedding and head of 14 x 64, 6 layers of 4 x 64 x 64 + 3 x 64 x 176 + 2 x 64, and the last norm
-    assert sum(parameter.numel() for parameter in model.parameters()) == 303_680
-    assert len(model.model.layers) == 6  # pyright: ignore[reportArgumentType]
-    assert tokenizer.get_vocab() == other.get_vocab()
-
-
 def test_the_model_of_long_responses_holds_a_prompt_and_its_response() -> None:
     (model, _), task = laboratory.build(seed=0, name=laboratory.LONG), tasks.build("sort", digits=11, steps=True)
     # embedding and head of 14 x 96, 4 layers of 4 x 96 x 96 + 3 x 96 x 264 + 2 x 96, and the last norm

@@ -13,13 +13,6 @@ from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.models.lora import add_lora, named_weights
 
 
-def test_without_adapters_the_names_are_the_models_own() -> None:
-    model, _ = build(0)
-    published = dict(named_weights(model))
-    assert set(published) == set(model.state_dict())
-    assert all(torch.equal(published[name], weight) for name, weight in model.state_dict().items())
-
-
 def test_adapters_are_merged_as_peft_merges_them() -> None:
     plain, _ = build(0)
     names = set(plain.state_dict())

@@ -15,7 +15,7 @@ from trimtab.trainer.models.invariant.invariant_attention import (
     query_rows,
 )
 from trimtab.trainer.models.load import default_device
-from trimtab.trainer.models.packed_attention import FusedRows, PackedAttention, PackedLayout, packed_attention_forward
+from trimtab.trainer.models.packed_attention import PackedAttention, PackedLayout, packed_attention_forward
 
 PROMPTS, LENGTHS, INDEX = [3, 5, 1], [9, 0, 7, 12, 4], [1, 1, 0, 2, 0]
 
@@ -46,14 +46,6 @@ def attend(packed: PackedLayout, qkv: list[torch.Tensor], **options: float) -> l
     out, _ = packed_attention_forward(torch.nn.Identity(), *qkv, None, layout=packed, **options)  # pyright: ignore
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out.dtype)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), qkv)]
-
-
-def test_rows_hold_prompt_and_response() -> None:
-    rows = FusedRows.build(torch.tensor([2, 1]), torch.tensor([4, 3]), torch.tensor([1, 0]))
-    # Packed: prompt 0 is 0 1, prompt 1 is 2, the responses are 3 4 5 6 and 7 8 9.
-    assert rows.on_cpu
-    assert rows.tokens.tolist() == [[2, 3, 4, 5, 6], [0, 1, 7, 8, 9]]
-    assert rows.places.tolist() == [5, 6, 0, 1, 2, 3, 4, 7, 8, 9]
 
 
 def test_output_and_gradients_equal_those_of_small_products(monkeypatch: pytest.MonkeyPatch) -> None:

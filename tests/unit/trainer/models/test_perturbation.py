@@ -94,20 +94,6 @@ def test_gradient_of_log_sigma_by_finite_differences(kind: str, monkeypatch: pyt
         assert (values[0] - values[1]) / 2e-4 == pytest.approx(grad[slot].item(), rel=1e-5)
 
 
-def test_hand_numbers_of_the_gradient() -> None:
-    """One linear layer's worth: d(sum of c * (h + sigma eps)) / da = sigma * sum(c * eps)."""
-    from trimtab.trainer.models.perturbation import _perturb
-
-    log_sigma = torch.tensor(0.5).log().requires_grad_()
-    hidden, weight = torch.zeros(2, 3, requires_grad=True), torch.arange(6.0).view(2, 3)
-    out = _perturb(hidden, log_sigma=log_sigma, sigma=0.5, seed=1, layer=0)
-    (weight * out).sum().backward()
-    noise = normals((2, 3), 1, (0,), device=hidden.device, dtype=hidden.dtype)
-    assert torch.allclose(out, 0.5 * noise)
-    assert torch.equal(hidden.grad, weight)
-    assert log_sigma.grad.item() == pytest.approx(0.5 * float((weight * noise).sum()), rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("layers", ["all", "logits"])
 def test_sigma_zero_equals_bypass_to_the_bit(dtype: torch.dtype, layers: str) -> None:

@@ -57,17 +57,6 @@ def test_words_that_cannot_be_drawn_change_nothing() -> None:
     assert torch.equal(logsumexp(filled), logsumexp(logits))
 
 
-def test_tiles_chosen_by_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(rows: Tensor) -> Tensor:
-        with monkeypatch.context() as patch:
-            patch.setattr(row_kernels, "WORDS", 32 if len(rows) < 4 else 256)
-            return logsumexp(rows)
-
-    logits = random(12, VOCABULARY).log_softmax(-1)
-    assert not torch.equal(torch.cat([fault(row[None]) for row in logits]), fault(logits))
-    assert torch.equal(torch.cat([logsumexp(row[None]) for row in logits]), logsumexp(logits))
-
-
 def test_further_words_are_added() -> None:
     logits = random(5, VOCABULARY) * 3
     result = add_exponentials(logsumexp(logits[:, :256]), logits[:, 256:])

@@ -113,17 +113,6 @@ def test_norm_by_hand() -> None:
     torch.testing.assert_close(output, torch.tensor([[3.0, 8.0]]) / math.sqrt(12.5))
 
 
-def test_a_norm_whose_block_follows_the_number_of_rows_is_found() -> None:
-    def fault(rows: Tensor) -> Tensor:
-        parts = 2 if len(rows) < 4 else 4
-        squares = sum(
-            (part.square().sum(-1, keepdim=True) for part in rows.chunk(parts, -1)), torch.zeros(len(rows), 1)
-        )
-        return rows * (squares / 576 + 1e-5).rsqrt()
-
-    assert "alone" in differences(fault, random(64, 576))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu(dtype: torch.dtype) -> None:
     states = random(13, 150, dtype=dtype) * 4

@@ -93,14 +93,6 @@ def test_weights_changed_in_place_are_those_of_the_next_call(name: str) -> None:
     assert_exact(completion, model, asked[0])
 
 
-def test_greedy_follows_the_model() -> None:
-    model, [one] = tiny(), prompts([9])
-    [[completion]] = make().generate([one], 1, SamplingParams(temperature=0.0, max_tokens=12, ignore_stop=True), seed=0)
-    exact = processed(model, one, completion, SamplingParams())
-    assert completion.response_ids.tolist() == exact.argmax(-1).tolist()
-    assert completion.logp_behavior.tolist() == [0.0] * 12
-
-
 def test_sampled_frequencies_match_the_exact_distribution() -> None:
     """Chi-square of the first two tokens together, and the mean importance ratio of a bfloat16 engine."""
     engine, [one] = make(), prompts([6])
@@ -127,13 +119,6 @@ def test_mean_ratio_of_exact_to_behavior_is_one() -> None:
     assert np.abs(log_ratio).max() > 1e-3  # the numerics do differ
     ratio = np.exp(log_ratio)
     assert abs(ratio.mean() - 1) < 4 * ratio.std() / np.sqrt(len(ratio))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_further_samples_do_not_change_the_first_ones(name: str) -> None:
-    engine, asked = make(name), prompts(LENGTHS)
-    whole = tokens(engine.generate(asked, 6, STOPS, seed=5))
-    assert tokens(engine.generate(asked, 2, STOPS, seed=5)) == [group[:2] for group in whole]
 
 
 def test_edges_of_the_arguments() -> None:
