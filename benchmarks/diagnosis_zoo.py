@@ -33,7 +33,8 @@ tokens from the sampler's distribution and scores them with the trainer. There a
 written as six trainers write them: {count:,} data sets, {seconds:.0f} s on one core.
 
 Log odds were set by hand on half A of the kinds, chosen by a fixed hash of their names; candidates and their tests were
-written with B in view as well. **Quote B.** C came later, from public reports, and set one weight.
+written with B in view as well. C to F came later, from public reports, by readers who had not seen the diagnosis. C, D
+and E were used then. **Quote F**: it came last, and nothing was changed for it. A family is what one test tells apart.
 
 ## Goals
 

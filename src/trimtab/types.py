@@ -80,9 +80,6 @@ class TopTokens:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def continued_by(self, whole: TopTokens, k: int) -> TopTokens:
-        return TopTokens(np.concatenate([self.ids, whole.ids[k:]]), np.concatenate([self.logps, whole.logps[k:]]))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeOutcome:
@@ -180,31 +177,6 @@ class Completion:
             routed_experts=None if experts is None else experts[: len(experts) - (n - k)],
             loss_mask=None if self.loss_mask is None else self.loss_mask[:k],
             top=None if self.top is None else TopTokens(self.top.ids[:k], self.top.logps[:k]),
-        )
-
-    def continued_by(self, whole: Completion) -> Completion:
-        """Returns `whole` with its first tokens replaced by those of this prefix.
-
-        An optional field that either of the two lacks is None in the result.
-        """
-        k = len(self.response_ids)
-        if k == 0:
-            return whole
-        entropy, masks, routes = self.entropy, self.sampling_mask, self.routed_experts
-        return replace(
-            whole,
-            response_ids=np.concatenate([self.response_ids, whole.response_ids[k:]]),
-            logp_behavior=np.concatenate([self.logp_behavior, whole.logp_behavior[k:]]),
-            policy_version=np.concatenate([self.policy_version, whole.policy_version[k:]]),
-            entropy=None if entropy is None or whole.entropy is None else np.concatenate([entropy, whole.entropy[k:]]),
-            sampling_mask=None if masks is None or whole.sampling_mask is None else masks + whole.sampling_mask[k:],
-            routed_experts=None
-            if routes is None or whole.routed_experts is None
-            else np.concatenate([routes, whole.routed_experts[len(routes) :]]),
-            loss_mask=None
-            if self.loss_mask is None and whole.loss_mask is None
-            else np.concatenate([self.sampled, whole.sampled[k:]]),
-            top=None if self.top is None or whole.top is None else self.top.continued_by(whole.top, k),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class FakeEngine:
         starts = prefixes or [[Completion.empty()] * samples for _ in prompts]
         return [
             [
-                prefix.continued_by(self._play(script[sample % len(script)], sampling.max_tokens))
+                _continued(prefix, self._play(script[sample % len(script)], sampling.max_tokens))
                 for sample, prefix in enumerate(group)
             ]
             for group, script in zip(starts, (self._script[prompt.problem.id] for prompt in prompts), strict=True)
@@ -70,3 +71,12 @@ class FakeEngine:
             finish_reason="length" if len(line.response_ids) > n else line.finish_reason,
             text=line.text,
         )
+
+
+def _continued(prefix: Completion, whole: Completion) -> Completion:
+    """Returns `whole` with the tokens of the prefix in place of its first ones."""
+    both = {
+        name: np.concatenate([getattr(prefix, name), getattr(whole, name)[len(prefix.response_ids) :]])
+        for name in ("response_ids", "logp_behavior", "policy_version")
+    }
+    return replace(whole, **both)
