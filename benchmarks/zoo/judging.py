@@ -235,7 +235,7 @@ def goals(results: Sequence[Judged]) -> str:
     for text, goal, line in lines:
         parts = ([one for one in results if half(one.kind.name) == side] for side in "ABCDEF")
         rows.append([text, goal, line(list(results)), *(line(part).partition(" of ")[0] for part in parts)])
-    halves = ("half A", "half B", "new: C", "blind: D", "blind: E", "blind: F")
+    halves = ("half A", "half B", "C", "D", "E", "last: F")
     return table(["", "goal", "mean of all kinds", *halves], rows)
 
 

@@ -180,7 +180,7 @@ def candidate_text(candidate: Candidate) -> str:
 
 def describe_test(family: Sequence[Candidate]) -> str:
     """Returns the test of a family, and what it finds for each of its candidates."""
-    return f"{family[0].test}: {', '.join(f'{one.result} if it is {one.name}' for one in family)}"
+    return f"{family[0].test}: {'; '.join(f'it is {one.name} if {one.result}' for one in family)}"
 
 
 def _kind(causes: Sequence[Cause], severity: str) -> Kind:

@@ -45,7 +45,7 @@ FAR = 5.0  # usual shifts beyond which a token is far
 ONE_WAY = 0.7  # least share of all undecided tokens that move one way
 SIGN_Z = 6.0  # standard errors beyond which a trend is one
 MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
-MIN_BEFORE = 0.15  # least share of the tokens before the depth at which it begins
+MIN_BEFORE = 0.15  # least share of the tokens before the depth at which a difference begins
 MIN_ONSET = 8.0  # least growth along the context of what begins within responses [caches and positions: up to 5]
 MIN_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
@@ -55,9 +55,9 @@ MIN_SEEN = 0.7  # usual shifts by which tokens that occurred before must differ 
 UNLIKE = 0.3  # nats by which the lists of a response must differ on average before it is asked whether they are related
 MAX_UNLIKE = 3.0  # nats: a difference beyond it counts as this much
 MAX_RELATED = 0.2  # correlation below which lists have no relation [other contexts: .25 and more, weights: .28]
-MAX_CHANCE = 0.3  # the same with two standard errors more
+MAX_CHANCE = 0.3  # correlation plus two standard errors below which lists have no relation
 MIN_UNRELATED = 60  # fewest tokens of such responses
-NEAR = 1.0  # nats: a deficit of the mean ratio shows among tokens that differ less, or tokens far below 1 make it
+NEAR = 1.0  # nats by which near tokens differ at most; a low mean ratio that far tokens alone make is chance
 MIN_RAISED = 0.03  # least ratio of raised to lowered tokens that are far apart, where they go both ways
 NEVER = -20.0  # log-prob as which smaller ones count
 TURN_GROWTH = 4.0  # least growth of sizes from one turn to the next
@@ -94,10 +94,9 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
     lost = -np.expm1(np.minimum(tokens.log_ratio, NEAR))
     near = np.abs(tokens.log_ratio) < NEAR
     both_ways = (tokens.log_ratio > NEAR).sum() > MIN_RAISED * (tokens.log_ratio < -NEAR).sum()
-    if residual.ratio_mean < 1 and both_ways and lost[near].sum() < lost[~near].sum():
-        # Ratios near 0 are drawn, the large ones that make up for them are too rare: it tells nothing.
-        return
-    if residual.mean_is_one == "no":
+    # Where ratios near 0 are drawn, and the large ones that make up for them are too rare, a low mean tells nothing.
+    is_chance = residual.ratio_mean < 1 and both_ways and lost[near].sum() < lost[~near].sum()
+    if residual.mean_is_one == "no" and not is_chance:
         name = "mean-low" if residual.ratio_mean < 1 else "mean-high"
         yield name, f"the mean ratio is {residual.ratio_mean:.3g}, not 1 (z = {residual.z:.0f})"
     elif residual.mean_is_one == "yes":
@@ -234,8 +233,7 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
         if len(undecided) >= 1000:
             yield "flat", "the size is the same along a response"
     elif z > 0 and times > MIN_TREND:
-        text = f"it grows {times:.1f} times along the context (z = {z:.0f})"
-        yield ("onset" if times > MIN_ONSET else "deeper"), text
+        yield "onset" if times > MIN_ONSET else "deeper", f"it grows {times:.1f} times along the context (z = {z:.0f})"
     elif z < 0 and times < 1 / MIN_TREND:
         yield "earlier", f"it is {1 / times:.1f} times as large at the start of a response as at its end"
     yield from _of_one_depth(undecided, part)
@@ -250,8 +248,9 @@ def _of_one_depth(undecided: LogprobPairs, part: np.ndarray) -> Iterator[Sign]:
     begin = float(np.quantile(undecided.depth[large], 0.05))
     before = undecided.depth < begin
     soon = ~before & (undecided.depth <= np.quantile(undecided.depth[~before], 0.25))
-    if before.mean() > MIN_BEFORE and large[soon].mean() > 0.4:
-        yield "one-depth", f"it begins {begin:.0f} tokens into the context in all responses"
+    soon &= np.isin(undecided.row, undecided.row[before])  # of responses that have tokens on both sides
+    if before.mean() > MIN_BEFORE and soon.sum() >= MIN_FAR_TOKENS and large[soon].mean() > 0.4:
+        yield "one-depth", f"it begins at one depth, {begin:.0f} tokens into the context or response"
 
 
 def _of_turns(undecided: LogprobPairs) -> Iterator[Sign]:

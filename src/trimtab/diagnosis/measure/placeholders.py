@@ -26,7 +26,8 @@ MIN_CONTRADICTED = 3  # fewest tokens that contradict a constant
 WHOLE_VALUES = 4  # distinct whole numbers from which on a column of nothing else was rounded
 MIN_REPEATS = 20  # fewest tokens with one value that prove a constant, where values near it repeat a tenth as often
 WHOLE_PLACE = 0.25  # share of contradicted tokens from which on a whole place is left out
-MIN_LAST = 20  # fewest other last tokens that are compared with those of one value
+MIN_LAST = 20  # fewest last tokens with other values that are compared with those of one value
+MOST_CASES = 4  # most tokens of a response that count as independent evidence of a placeholder
 MIN_LAST_RATE = 20  # times as often at the last token as elsewhere, where the other side is far from it
 CHANCE = 9.2  # log of the chance by which a constant is contradicted as often as values near 0 [1e-4]
 MIN_CERTAIN = 50  # fewest tokens within 1e-3 of 0 that are compared with those at 0
@@ -151,14 +152,13 @@ class PlaceholderSums:
                 return found
             frequent = tokens >= MIN_CONTRADICTED
             return found if frequent and apart >= 0.5 * tokens and not self._is_usual(name, share, tokens) else None
-        if counts.apart < MIN_CONTRADICTED:
-            return None
         # Tokens of a run are not independent of each other.
-        cases = counts.responses if place in ("end", "stretch") else counts.tokens
-        if self._is_usual(name, share, cases) and not self._is_only_last(name, place, counts):
+        is_usual = self._is_usual(name, share, min(counts.tokens, MOST_CASES * counts.responses))
+        if counts.apart < MIN_CONTRADICTED or (is_usual and not self._is_only_last(name, place, counts)):
             return None
-        others = self.usual[name, "last"]
-        if place == "last" and others.tokens >= MIN_LAST and 2 * others.apart > others.tokens:
+        others, every = self.usual[name, "last"], self.usual[name, "any"]
+        odd = max(0.5 * others.tokens, 2 * every.apart * others.tokens / max(every.tokens, 1))
+        if place == "last" and others.tokens >= MIN_LAST and others.apart > odd:
             return None  # the last token is another one, whatever its value
         return replace(found, uncertain_only=share < WHOLE_PLACE)
 
