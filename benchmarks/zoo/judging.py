@@ -260,7 +260,7 @@ def kinds(results: Sequence[Judged]) -> str:
         tried = [one.found for one in part if one.rescored]
         rows.append(
             [
-                "; ".join(kind.name for kind in names if parts[kind]),
+                names[0].name if len(names) == 1 else f"{len(names)} others",
                 half(names[0].name),
                 percent(sum(one.right for one in part) / len(part)),
                 percent(sum(one.listed for one in part) / len(part)),

@@ -50,6 +50,22 @@ def test_certain_tokens_at_zero_are_no_placeholders(tmp_path: Path) -> None:
     assert not diagnose(written(tmp_path, drawn)).measured.placeholders
 
 
+def test_a_run_of_zeros_in_two_responses_is_a_placeholder(tmp_path: Path) -> None:
+    drawn = responses(4, 2, 600, 600)
+    for one in drawn:
+        one.behavior[200:500] = 0.0
+    (found,) = diagnose(written(tmp_path, drawn)).measured.placeholders
+    assert (found.place, found.tokens) == ("stretch", 600)
+
+
+def test_a_last_token_that_was_replaced_is_no_placeholder_where_it_was_certain(tmp_path: Path) -> None:
+    drawn = responses(6, 60, 20, 30)
+    for place, one in enumerate(drawn):
+        one.trainer[-1] = -9.3
+        one.behavior[-1] = 0.0 if place % 3 == 0 else -1.5
+    assert not diagnose(written(tmp_path, drawn)).measured.placeholders
+
+
 def test_padding_that_cannot_be_told_from_certain_tokens_is_refused(tmp_path: Path) -> None:
     drawn, random = responses(5, 40, 6, 20), np.random.default_rng(0)
     for one in drawn:
