@@ -245,7 +245,8 @@ def kinds(results: Sequence[Judged]) -> str:
     The last rows have the kinds of each half of which the candidate was found in all data sets.
     """
     parts = {kind: [one for one in results if one.kind is kind] for kind in KINDS}
-    always = [kind for kind in KINDS if all(one.listed and (one.found or not one.rescored) for one in parts[kind])]
+    found = {kind: all(one.listed and (one.found or not one.rescored) for one in part) for kind, part in parts.items()}
+    always = [kind for kind in KINDS if parts[kind] and found[kind]]
     groups = [([kind], part) for kind, part in parts.items() if kind not in always]
     for side in "ABCDEF":
         names = [kind for kind in always if half(kind.name) == side]
