@@ -34,8 +34,7 @@ written as six trainers write them: {count:,} data sets, {seconds:.0f} s on one 
 
 Log odds were set by hand on half A of the kinds, chosen by a fixed hash of their names; candidates and their tests were
 written with B in view as well. C to F came later, from public reports, by readers who had not seen the diagnosis. C, D
-and E were used then. **Quote F**: it came last, and no change was made for one of its kinds. A family is what one test
-tells apart.
+and E were used then. **Quote F**: no change was made for its kinds. A family is what one test tells apart.
 
 ## Goals
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +239,7 @@ def goals(results: Sequence[Judged]) -> str:
 
 
 def kinds(results: Sequence[Judged]) -> str:
-    """Each kind: its half, data sets, the goals it concerns, and what it was called first.
+    """Each kind: its half, and in how many data sets its candidate was among the first and found.
 
     The last rows have the kinds of each half of which the candidate was found in all data sets.
     """
@@ -255,19 +254,13 @@ def kinds(results: Sequence[Judged]) -> str:
     for names, part in groups:
         if not part:
             continue
-        named = Counter(one.said.first for one in part if not one.right)
-        sure = sum(one.sure_and_wrong for one in part)
-        called = [f"{name} {count}" for name, count in named.most_common(4)]
         tried = [one.found for one in part if one.rescored]
         rows.append(
             [
                 names[0].name if len(names) == 1 else f"{len(names)} others",
                 half(names[0].name),
-                percent(sum(one.right for one in part) / len(part)),
                 percent(sum(one.listed for one in part) / len(part)),
                 percent(sum(tried) / len(tried)) if tried else "",
-                ", ".join([*called, f"{sure} with confidence 0.7 and more"] if sure else called),
             ]
         )
-    head = ["kind", "half", "first cause right", "in the first three families", "found by tests"]
-    return table([*head, "named where wrong"], rows)
+    return table(["kind", "half", "in the first three families", "found by tests"], rows)
