@@ -13,6 +13,14 @@ MASK = torch.tensor([[True, True, False], [False, True, True]])
 VALUES = torch.tensor([[1.0, 2.0, 0.0], [0.0, 4.0, 8.0]])
 
 
+def test_a_row_is_a_sequence_by_default():
+    rows = Sequences(MASK)
+    assert rows.sum(VALUES).tolist() == [[3.0], [12.0]]
+    assert rows.mean(VALUES).tolist() == [[1.5], [6.0]]
+    assert rows.max(VALUES).tolist() == [[2.0], [8.0]]
+    assert rows.lengths.tolist() == [[2.0], [2.0]]
+
+
 def test_ids_join_tokens_across_rows_and_leave_padding_out():
     ids = torch.tensor([[3, 0, -1], [-1, 3, 0]])
     packed = Sequences(MASK, ids)
@@ -33,6 +41,14 @@ def test_a_sequence_without_trained_tokens_still_counts():
 def test_a_trained_token_without_a_sequence_is_refused():
     with pytest.raises((RuntimeError, IndexError)):
         Sequences(MASK, torch.tensor([[0, -1, -1], [-1, 1, 1]])).sum(VALUES)
+
+
+def test_selection_keeps_nan_and_inf_out_of_values_and_gradients():
+    x = torch.tensor([[1.0, float("nan"), float("inf")]], requires_grad=True)
+    mask = torch.tensor([[True, False, False]])
+    select(x, mask).exp().sum().backward()
+    assert x.grad is not None
+    assert_close(x.grad, torch.tensor([[torch.e, 0.0, 0.0]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -64,9 +80,16 @@ def test_levels_share_the_value_and_keep_each_tokens_gradient():
         assert gradient.tolist() == [[1.0, 2.0, 0.0]]
 
 
+def test_log_ratios_are_float32_at_least():
+    low = torch.tensor([[-1.0]], dtype=torch.bfloat16)
+    assert log_ratio(low, low, torch.tensor([[True]])).dtype == torch.float32
+    assert log_ratio(low.double(), low, torch.tensor([[True]])).dtype == torch.float64
+
+
 def test_the_safety_bound_stops_the_gradient_and_is_counted():
     x = torch.tensor([LOG_RATIO_BOUND - 1, LOG_RATIO_BOUND + 1, -1e4], requires_grad=True)
     bounded(x).sum().backward()
+    assert x.grad is not None
     assert x.grad.tolist() == [1.0, 0.0, 0.0]
     assert beyond_bound(x).tolist() == [False, True, True]
 

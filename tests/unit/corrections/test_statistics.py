@@ -25,13 +25,28 @@ def test_two_tokens_by_hand():
     rollout = torch.tensor([[0.25, 0.5]], dtype=torch.float64).log()
     statistics = mismatch(train, rollout, torch.ones(1, 2, dtype=torch.bool)).finalize()
     log2 = math.log(2)
-    expected = {"k1": 0.0, "k2": log2**2 / 2, "k3": ((1 - log2) + (log2 - 0.5)) / 2}
-    expected |= {"chi2_token": (4 + 0.25) / 2 - 1, "ess_token": 2.5**2 / (2 * 4.25)}
-    expected |= {"chi2_seq": 0.0, "ess_seq": 1.0, "log_ratio_seq_max": 0.0}
-    expected |= {"ppl_ratio": 1.0, "ppl_train": 8**0.5, "pearson": -1.0}
-    expected |= {"abs_diff_mean": log2, "abs_diff_max": log2, "ratio_bounded": 0.0}
-    expected |= {"ratio_mean": 1.25, "ratio_min": 0.5, "ratio_max": 2.0, "ratio_q50": 1.25}
-    expected |= {"tokens": 2.0, "sequences": 1.0}
+    expected = {
+        "k1": 0.0,
+        "k2": log2**2 / 2,
+        "k3": ((1 - log2) + (log2 - 0.5)) / 2,
+        "chi2_token": (4 + 0.25) / 2 - 1,
+        "chi2_seq": 0.0,
+        "ess_token": 2.5**2 / (2 * 4.25),
+        "ess_seq": 1.0,
+        "ratio_mean": 1.25,
+        "ppl_ratio": 1.0,
+        "ppl_train": 8**0.5,
+        "pearson": -1.0,
+        "abs_diff_mean": log2,
+        "abs_diff_max": log2,
+        "ratio_min": 0.5,
+        "ratio_max": 2.0,
+        "ratio_q50": 1.25,
+        "ratio_bounded": 0.0,
+        "log_ratio_seq_max": 0.0,
+        "tokens": 2.0,
+        "sequences": 1.0,
+    }
     for key, value in expected.items():
         assert statistics[key] == pytest.approx(value, rel=5e-3, abs=1e-12), key
         if not key.startswith("ratio_q"):
@@ -51,6 +66,23 @@ def test_sequence_statistics_by_hand():
     assert (statistics["ratio_min"], statistics["ratio_max"]) == pytest.approx((1 / 2, 3))  # not of untrained tokens
     assert statistics["log_ratio_seq_max"] == pytest.approx(math.log(3))
     assert (statistics["tokens"], statistics["sequences"]) == (3, 2)
+
+
+@given(seed=st.integers(0, 999), spread=st.sampled_from([1e-5, 1e-2, 0.5]))
+@settings(max_examples=8, deadline=None)
+def test_statistics_equal_the_plain_formulas(seed, spread):
+    make = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(5, 40, generator=make, dtype=torch.float64) * 3
+    log = spread * torch.randn(5, 40, generator=make, dtype=torch.float64)
+    mask = torch.rand(5, 40, generator=make) < 0.7
+    statistics = mismatch(rollout + log, rollout, mask).finalize()
+    x, p, q = log[mask], (rollout + log)[mask].exp(), rollout[mask].exp()
+    assert statistics["k1"] == pytest.approx(-x.mean().item(), rel=1e-6)
+    assert statistics["k3"] == pytest.approx((x.exp() - 1 - x).mean().item(), rel=1e-4)
+    assert statistics["chi2_token"] == pytest.approx((2 * x).exp().mean().item() - 1, rel=1e-6)
+    assert statistics["ess_token"] == pytest.approx((x.exp().sum() ** 2 / (len(x) * (2 * x).exp().sum())).item())
+    assert statistics["pearson"] == pytest.approx(torch.corrcoef(torch.stack([p, q]))[0, 1].item(), rel=1e-6)
+    assert statistics["k3"] >= 0
 
 
 def test_k3_keeps_its_digits_in_float32_where_two_precise_engines_agree():
@@ -95,6 +127,7 @@ def test_bounded_quantiles_follow_the_weight():
     mask = torch.ones(1, 1001, dtype=torch.bool)
     for weight in (Weight(max=1.5), Weight(bound="clip", min=0.6, max=3.0), Weight(bound="mask", min=0.5, max=2.0)):
         results = compute_correction(log[None], rollout, mask, weight=weight)
+        assert results.weight is not None
         summary = results.statistics["weight"].summary()
         exact = results.weight[0].quantile(torch.tensor(QUANTILES, dtype=torch.float64))
         for level, value in zip(QUANTILES, exact.tolist(), strict=True):
@@ -113,8 +146,11 @@ def test_blocks_of_a_large_batch_add_up(monkeypatch):
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", 250)  # five rows: the last block is smaller
     parts = compute_correction(train, rollout, mask, **rules)
     assert whole.weight is not None
+    assert parts.weight is not None
     assert_close(parts.weight, whole.weight)
     assert (parts.keep == whole.keep).all()
+    assert whole.mismatch is not None
+    assert parts.mismatch is not None
     expected = {name: float(value) for name, value in whole.mismatch.summary().items()}
     assert {name: float(value) for name, value in parts.mismatch.summary().items()} == pytest.approx(expected, rel=1e-5)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.corrections.divergences import binary_kl, probability_gap
-from trimtab.objectives import Objective, PolicyLogps, Ratio, Unclipped, objective
+from trimtab.objectives import Objective, PolicyLogps, PrefixBudget, Ratio, Unclipped, objective
 
 MU, OLD, PI = (
     torch.tensor([[values]], dtype=torch.float64).log()[0]
@@ -41,6 +41,7 @@ def tokens(
     constant = torch.full((1, 1), advantage)
     total = loss(constant)
     total.backward()
+    assert leaf.grad is not None
     values = [total.item()] * count  # a response whose tokens share one value
     if not obj.surrogate.per_response:
         alone = torch.eye(count, dtype=torch.bool)  # the loss of one token: the others have no advantage
@@ -92,6 +93,28 @@ def test_values_and_slopes(name, keywords, advantage, loss, slope):
         assert values == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("token", "geometric", "slope"),
+    [
+        ((0.5, 2.0), (0.996, 1.001), (-1, -1, -1)),
+        ((0.95, 2.0), (0.996, 1.001), (-1, 0, -1)),
+        ((0.5, 1.05), (0.996, 1.001), (0, -1, -1)),
+        ((0.5, 2.0), (0.997, 1.001), (0, 0, 0)),
+    ],
+)
+def test_mis_po_is_the_gradient_of_log_pi_where_two_bands_keep(token, geometric, slope):
+    """Step 3.5 Flash, arXiv 2602.10604 eq. 2. old/mu is 1.1, .9, 1, its geometric mean .99666; pi/mu has no effect."""
+    masks = [
+        {"kind": "band", "level": "token", "min": token[0], "max": token[1]},
+        {"kind": "band", "level": "geometric", "min": geometric[0], "max": geometric[1]},
+    ]
+    values, slopes = tokens("reinforce", 1, mask=masks)
+    assert slopes == pytest.approx(slope)
+    assert values == pytest.approx(
+        [-kept * loss for kept, loss in zip(slope, (-PI[0]).tolist(), strict=True)], abs=1e-6
+    )
+
+
 @pytest.mark.parametrize(("name", "expected"), [("grpo", 0.0660112), ("token-bypass", 0.0962973)])
 def test_the_distance_of_the_update_is_from_the_policy_of_the_ratio(name, expected):
     mask = torch.ones(1, 3, dtype=torch.bool)
@@ -107,6 +130,46 @@ def test_the_prefix_budget(largest, advantage, kept):
     _, slopes = tokens("cppo", advantage, divergence_max=largest)
     ratio = (1.5, 0.5, 1.05)
     assert slopes == pytest.approx([-advantage * w * k for w, k in zip(ratio, kept, strict=True)], abs=1e-9)
+
+
+def test_an_early_change_spends_the_budget_of_later_tokens():
+    behavior = torch.full((1, 4), 0.45, dtype=torch.float64).log()
+    current = torch.full((1, 4), 0.60, dtype=torch.float64).log()
+    _, slopes = tokens("cppo", 1, current=current, behavior=behavior, proximal=behavior, age=None, divergence_max=0.2)
+    assert slopes == pytest.approx([-0.6 / 0.45, 0, 0, 0])
+
+
+def test_a_budget_without_weights_and_limit_is_dppo():
+    generous = Objective(
+        "mine", Ratio("token", "behavior"), Unclipped(), masks=(PrefixBudget(0.15, budget=1e9, weight_min=1.0),)
+    )
+    for advantage in (1, -1):
+        assert tokens(generous, advantage)[1] == pytest.approx(tokens("dppo", advantage)[1])
+
+
+def test_near_the_sampler_the_gate_of_flash_reinforce_stays_open():
+    current = MU + torch.tensor([[0.01, -0.02, 0.005]])
+    assert binary_kl(MU, current - MU).mean().item() == pytest.approx(5.02577e-5, rel=1e-5)
+    values, slopes = tokens("flash-reinforce", 1, current=current)
+    assert values == pytest.approx((0.690013, 1.597173, 0.219237), abs=1e-6)
+    assert slopes == pytest.approx((-1.010050, -0.980199, -1.005013), abs=1e-6)
+
+
+def test_a_token_of_age_zero_is_not_clipped():
+    assert tokens("a3po", 1, age=torch.zeros(1, 3, dtype=torch.long))[1] == pytest.approx((-1.5, -0.5, -1.05))
+
+
+def test_the_mean_of_the_decoupled_loss_without_its_proximal_forward():
+    """A-3PO's own form, with the policy interpolated by age, has the gradient of the clip that widens with age."""
+    for age in (1, 2, 3, 7):
+        for advantage in (1.0, -1.0):
+            leaf = PI.clone().requires_grad_()
+            proximal = MU / age + (1 - 1 / age) * PI
+            ratio = (leaf - proximal).exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            (-(proximal - MU).exp() * surrogate).sum().backward()
+            assert leaf.grad is not None
+            assert tokens("a3po", advantage, age=torch.full((1, 3), age))[1] == pytest.approx(leaf.grad[0].tolist())
 
 
 def test_binary_divergences_do_not_cancel():
@@ -129,6 +192,7 @@ def test_a_prefix_ends_as_the_response_and_does_not_see_what_follows():
             leaf = (proximal + log).requires_grad_()
             out = Objective("mine", Ratio(name), Unclipped())(PolicyLogps(leaf, None, mask, proximal), torch.ones(2, 1))
             out.loss.backward()
+            assert leaf.grad is not None
             values[name] = -leaf.grad * 5  # r at each token
         sums = torch.tensor([0.3, -0.2, -0.1]) / (torch.arange(1, 4) if level == "prefix_geometric" else 1)
         assert_close(values[level][0][mask[0]], sums.double().exp(), rtol=1e-6, atol=0)

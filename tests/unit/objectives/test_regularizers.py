@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from trimtab.corrections import Band, Weight
 from trimtab.errors import TrimtabError
 from trimtab.objectives import (
+    KL,
     Clipped,
     LogProb,
     Objective,
@@ -21,6 +22,7 @@ from trimtab.objectives import (
     objective,
     objectives,
 )
+from trimtab.objectives.regularizers import Centering
 
 LOGITS, REFERENCE, OLD, SAMPLER = torch.randn(4, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -40,10 +42,21 @@ def expected_gradient(kind: str, sampler: Tensor, name: str = "grpo", proximal: 
                 policy.log_softmax(0)[token].view(1, 1) for policy in (logits, sampler, proximal, REFERENCE)
             )
             mask = torch.ones(1, 1, dtype=torch.bool)
-            fields = {"off_policy": ~mask, "turn": mask.long(), "age": mask.long()}
-            fields |= {"head_current": current[..., None], "head_behavior": behavior[..., None]}
-            logps = PolicyLogps(current, behavior, mask, before, reference, **fields)
+            one = mask.long()
+            logps = PolicyLogps(
+                current,
+                behavior,
+                mask,
+                before,
+                reference,
+                off_policy=~mask,
+                turn=one,
+                age=one,
+                head_current=current[..., None],
+                head_behavior=behavior[..., None],
+            )
             obj(logps, torch.zeros(1, 1)).loss.backward()
+            assert logits.grad is not None
             gradient += (2 * coefficient - 1) * behavior.exp().item() * logits.grad
     return gradient
 
@@ -54,6 +67,7 @@ def kl_gradient(first: str) -> Tensor:
     policy, reference = logits.log_softmax(0), REFERENCE.log_softmax(0)
     left, right = (policy, reference) if first == "policy" else (reference, policy)
     (left.exp() * (left - right)).sum().backward()
+    assert logits.grad is not None
     return logits.grad
 
 
@@ -65,13 +79,29 @@ def test_unbiased_kl_has_the_gradient_of_kl_from_samples_of_a_third_policy(name)
     assert_close(result, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_the_other_estimates_follow_other_gradients():
-    """So that the test above sees a wrong weight, and one without gradient, which would follow KL(ref||pi)."""
-    forward, reverse = kl_gradient("policy"), kl_gradient("reference")
-    for other in (expected_gradient("k3", SAMPLER), reverse):
-        assert (forward - other).norm() > 0.3 * forward.norm()
-    for kind, expected in (("k3", reverse), ("k2", forward), ("k1", torch.zeros_like(LOGITS))):
-        assert_close(expected_gradient(kind, LOGITS), expected)
+def test_the_third_policy_differs_enough_to_detect_a_wrong_weight():
+    unweighted, expected = expected_gradient("k3", SAMPLER), kl_gradient("policy")
+    assert (unweighted - expected).norm() > 0.3 * expected.norm()
+
+
+def test_the_weight_must_carry_gradient():
+    """Detached, the same estimate would follow KL(ref||pi): the two gradients are far apart here."""
+    assert (kl_gradient("policy") - kl_gradient("reference")).norm() > 0.3 * kl_gradient("policy").norm()
+    assert_close(expected_gradient("k3", LOGITS), kl_gradient("reference"))
+
+
+def test_k2_follows_kl_on_policy_and_k1_nothing():
+    assert_close(expected_gradient("k2", LOGITS), kl_gradient("policy"))
+    assert_close(expected_gradient("k1", LOGITS), torch.zeros_like(LOGITS))
+
+
+def test_coefficients_that_reward_the_wrong_thing_are_refused():
+    with pytest.raises(TrimtabError, match="coef = -0"):
+        KL("k3", -0.1)
+    with pytest.raises(TrimtabError, match="did you mean 'unbiased'"):
+        KL("unbiasd", 0.1)
+    with pytest.raises(TrimtabError, match="entropy_coef = -1"):
+        objective("grpo", entropy_coef=-1.0)
 
 
 def test_unbiased_kl_of_a_trained_token_that_the_sampler_did_not_score_is_nan() -> None:
@@ -107,6 +137,7 @@ def gradient(obj: Objective, logits: Tensor, sampler: Tensor, token: int, head: 
     )
     out = obj(logps, torch.full(shape, advantage, dtype=torch.float64))
     out.loss.backward()
+    assert leaf.grad is not None
     return torch.cat([out.loss.detach().view(1), leaf.grad])
 
 
@@ -136,6 +167,21 @@ def test_the_expected_gradient_of_a_constant_advantage_is_zero(ceiling):
     assert uncentered.abs().max() > 1e-2
 
 
+def test_three_positions_by_hand():
+    p = torch.tensor([[[0.40, 0.40], [0.10, 0.60], [0.84, 0.10]]], dtype=torch.float64).log()
+    q = torch.tensor([[[0.50, 0.30], [0.20, 0.45], [0.80, 0.12]]], dtype=torch.float64).log()
+    heads = {
+        None: [(0.1, -0.1), (0.08333333, -0.25), (-0.32, -0.01333333)],
+        1.2: [(0, -0.04), (0, -0.06), (0, 0)],
+        2.0: [(0, 0)] * 3,
+    }
+    for ceiling, expected in heads.items():
+        leaf = p.clone().requires_grad_()
+        Centering(ceiling).per_token(leaf, q).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad[0].tolist() == [pytest.approx(row, abs=1e-8) for row in expected]
+
+
 def test_equal_policies_and_an_untruncated_head_add_nothing():
     obj, plain = of(2.0), Objective("mine", ON_SAMPLER, Reinforce(2.0))
     for p, q in ((Q, Q), (P, Q)):  # no ratio of P and Q exceeds 2
@@ -161,7 +207,10 @@ def test_an_absent_id_and_an_untrained_position_change_nothing():
         ({"ratio": ON_SAMPLER, "surrogate": Unclipped()}, "weight 1 or min"),
         ({"ratio": Ratio("sequence", "behavior"), "surrogate": Reinforce(2.0)}, "weight 1 or min"),
         ({"ratio": Ratio(), "surrogate": Reinforce(2.0)}, "weight 1 or min"),
-        ({"ratio": ON_SAMPLER, "surrogate": Reinforce(2.0), "masks": (Band("token", 0.5, 2.0),)}, "without a weight"),
+        (
+            {"ratio": ON_SAMPLER, "surrogate": Reinforce(2.0), "masks": (Band("token", 0.5, 2.0),)},
+            "without a weight or a",
+        ),
         ({"ratio": Ratio(), "surrogate": LogProb(), "weight": Weight()}, "without a weight or a mask"),
         ({"ratio": ON_SAMPLER, "surrogate": Reinforce(float("inf"))}, "no effect on exact weights"),
     ],
@@ -169,6 +218,14 @@ def test_an_absent_id_and_an_untrained_position_change_nothing():
 def test_a_score_of_another_weight_is_refused(parts, line):
     with pytest.raises(TrimtabError, match=line):
         Objective("mine", **parts, centering=True)
+
+
+def test_a_recipe_centers_both_kinds_of_scores():
+    assert objective("reinforce", centering=True).equation().count("C = Σ_v sg[μ(v) − α π(v)]") == 1
+    assert objective("score-centering", ceiling=3.0).equation().count("C = Σ_v sg[min(π(v), 3 μ(v))") == 1
+    ratio = {"level": "token", "over": "behavior"}
+    with pytest.raises(TrimtabError, match="ceiling has no effect beside"):
+        objective("score-centering", ceiling=3.0, surrogate={"kind": "reinforce"}, ratio=ratio)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

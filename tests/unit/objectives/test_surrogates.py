@@ -26,15 +26,39 @@ from trimtab.objectives import (
 )
 
 
-def one_token(name: str, ratio: float, advantage: float, **keywords):
-    """(-loss, d(-loss)/d log pi) of a single token, of which sampler and proximal policy are one."""
-    current = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    base = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
+def one_token(name: str, ratio: float, advantage: float, *, over: str = "proximal", logp: float = -1.0, **keywords):
+    """(-loss, d(-loss)/d log pi) of a single token whose current/`over` ratio is given."""
+    current = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([[logp - math.log(ratio)]], dtype=torch.float64)
     policies = {"behavior": base, "proximal": base, "off_policy": torch.zeros(1, 1, dtype=torch.bool)}
+    if over == "proximal":
+        policies["behavior"] = base  # no mismatch: weights are 1 and nothing is rejected
     logps = PolicyLogps(current=current, mask=torch.ones(1, 1, dtype=torch.bool), **policies)
     out = objective(name, **keywords)(logps, torch.tensor([[advantage]], dtype=torch.float64))
     out.loss.backward()
+    assert current.grad is not None
     return -out.loss.item(), -current.grad.item(), out.metrics.finalize()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "slope", "hit"),
+    [
+        (1.1, 2.0, 2.2, 2.2, None),
+        (1.5, 2.0, 2.56, 0.0, "clip/high"),  # 1.28 * 2
+        (0.5, 2.0, 1.0, 1.0, None),  # good token, too rare: no clip
+        (0.9, -2.0, -1.8, -1.8, None),
+        (0.5, -2.0, -1.6, 0.0, "clip/low"),  # 0.8 * -2
+        (1.5, -2.0, -3.0, -3.0, None),  # bad token, too likely: no clip
+        (1.5, 0.0, 0.0, 0.0, None),
+        (0.5, 0.5, 0.25, 0.25, None),  # the same for advantages below 1
+        (1.5, -0.5, -0.75, -0.75, None),
+    ],
+)
+def test_clipped(ratio, advantage, value, slope, hit):
+    statistics = one_token("dapo", ratio, advantage)
+    assert statistics[:2] == pytest.approx((value, slope), abs=1e-12)
+    for key in ("clip/low", "clip/high"):
+        assert statistics[2][key] == (key == hit)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +100,11 @@ def test_sequence_ratio_is_the_product_at_every_token():
     out = objective("seq-bypass")(PolicyLogps(current, torch.full_like(log, -1.0), mask), torch.ones(1, 1))
     assert out.loss.item() == pytest.approx(-math.exp(1.1))
     out.loss.backward()
+    assert current.grad is not None
     assert_close(current.grad, torch.tensor([[-math.exp(1.1) / 2] * 2 + [0.0]], dtype=torch.float64))
     current = (log * 2 - 1).detach().requires_grad_()  # product e^2.2 > 4: every token is clipped together
     objective("seq-bypass")(PolicyLogps(current, torch.full_like(log, -1.0), mask), torch.ones(1, 1)).loss.backward()
+    assert current.grad is not None
     assert (current.grad == 0).all()
 
 
@@ -90,6 +116,7 @@ def test_oapl_is_the_square_and_its_slope():
     out = objective("oapl", beta=beta)(PolicyLogps(current, behavior, mask), advantage)
     assert out.loss.item() == pytest.approx((0.1 * 2.0 - 0.6) ** 2)  # one row with mask: the mean is over it alone
     out.loss.backward()
+    assert current.grad is not None
     slope = 2 * 0.1 * (0.2 - 0.6)
     assert_close(current.grad, torch.tensor([[slope, slope, 0.0], [0.0] * 3], dtype=torch.float64))
 
@@ -109,6 +136,7 @@ def test_luffy_shapes_external_tokens_and_never_reads_their_behavior():
     out = objective("luffy", aggregation="seq-mean-token-sum")(logps, torch.tensor([[2.0]]))
     assert out.loss.item() == pytest.approx(-(0.5 * 2 + 2.0 * 2))  # f(.1) = .5, ratio 2
     out.loss.backward()
+    assert current.grad is not None
     assert_close(current.grad, torch.tensor([[-0.25 * 2, -2.0 * 2]], dtype=torch.float64))  # gamma pi / (pi + gamma)^2
     assert out.metrics.finalize()["ratio/q99"] == pytest.approx(2, rel=0.005)  # external tokens have no ratio
     current.grad = None
@@ -148,6 +176,7 @@ def test_m2po_caps_harmful_tokens_like_the_brute_force_solver(seed, tau):
     assert obj.prepare(logps, advantage).second_moment_cap(tau).item() == pytest.approx(cap, abs=1e-12)
     obj(logps, advantage).loss.backward()
     expected = torch.where(harmful & (log.abs() > cap + 1e-9), 0.0, -advantage * log.exp()) * mask / mask.sum()
+    assert current.grad is not None
     assert_close(current.grad, expected)
 
 
@@ -157,6 +186,12 @@ def test_m2po_within_its_budget_clips_nothing():
     assert one_token("m2po", 1.3, 1.0)[:2] == pytest.approx((1.0, 0.0))  # .069 > .04, nothing smaller to fall back to
     assert one_token("m2po", 9.0, -1.0)[:2] == pytest.approx((-9.0, -9.0))  # harmless direction
     assert one_token("m2po", 9.0, 1e-13)[1] == pytest.approx(9e-13, rel=1e-6, abs=0)  # neither good nor bad
+
+
+@pytest.mark.parametrize("ratio", [0.01, 1.0, 50.0])
+@pytest.mark.parametrize("advantage", [2.0, -3.0])
+def test_reinforce_does_not_read_the_ratio(ratio, advantage):
+    assert one_token("reinforce", ratio, advantage, logp=-1.5)[:2] == pytest.approx((-1.5 * advantage, advantage))
 
 
 Returned = Callable[[Terms], Any]
@@ -194,7 +229,10 @@ LOGPS = PolicyLogps(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype
         (lambda terms: (terms.ratio > 1, {}), "Own returned torch.bool (2, 3), expected a number"),
         (lambda _: (1.0, {}), "Own returned float, expected a number for each token: floats (2, 3)"),
         (lambda terms: (terms.ratio, None), "expected two"),
-        (lambda terms: (terms.ratio, terms.share("own", terms.ratio)), "metric 'own': the share of tokens needs a"),
+        (
+            lambda terms: (terms.ratio, terms.share("own", terms.ratio)),
+            "metric 'own': the share of tokens needs a mask",
+        ),
     ],
 )
 def test_a_surrogate_that_returns_something_else_is_named(returned: Returned, line: str) -> None:
