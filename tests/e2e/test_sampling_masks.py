@@ -50,6 +50,12 @@ def test_ratios_are_one_in_this_process_and_from_another(tmp_path: Path, cut: Se
         assert [[row[key] for key in same] for row in apart] == [[row[key] for key in same] for row in rows]
 
 
+def test_invariant_numerics_are_exact_over_the_sets_too(tmp_path: Path) -> None:
+    for row in metrics(tmp_path / "run", *CUT, "numerics=invariant"):
+        assert row["mismatch/abs_diff_max"] == 0.0
+        assert row["mismatch/tokens"] > 100
+
+
 def test_ratios_are_one_where_an_older_policy_began(tmp_path: Path) -> None:
     """Weights hardly move, so that the older policy is the current one: what is left are the sets of the prefixes."""
     soup = ("objective.name=soup", "prefix.refresh=3", "prefix.ratio=0.5", "prefix.share=2", "optim.lr=1e-20")
