@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -36,36 +37,24 @@ from zoo.sides import (
 )
 
 
-def _sampler(
+def _one_side(
+    wrong_side: str,
     name: str,
     sides: Callable[[int], tuple[How, How]],
     families: str,
     accepted: str = "quantized?",
     base: str = "",
 ) -> Kind:
-    """What the sampler has, and the right one."""
+    """sides: what the wrong side has, and the right one."""
 
     def both(level: int) -> Sides:
         wrong, right = sides(level)
-        return Sides(wrong, right, right)
+        return Sides(wrong, right, right) if wrong_side == SAMPLER else Sides(right, wrong, right)
 
-    return kind_of(name, both, families, "unexplained " + accepted, SAMPLER, base=base)
+    return kind_of(name, both, families, "unexplained " + accepted, wrong_side, base=base)
 
 
-def _trainer(
-    name: str,
-    sides: Callable[[int], tuple[How, How]],
-    families: str,
-    accepted: str = "quantized?",
-    base: str = "",
-) -> Kind:
-    """What the trainer has, and the right one."""
-
-    def both(level: int) -> Sides:
-        wrong, right = sides(level)
-        return Sides(right, wrong, right)
-
-    return kind_of(name, both, families, "unexplained " + accepted, TRAINER, base=base)
+_sampler, _trainer = partial(_one_side, SAMPLER), partial(_one_side, TRAINER)
 
 
 def _placed(name: str, place: str, strengths: tuple[float, float, float], families: str, accepted: str = "") -> Kind:

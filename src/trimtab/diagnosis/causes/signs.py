@@ -165,9 +165,9 @@ def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
         return
     up = float((shift[far] > 0).mean())
     held = float(undecided.k3[far].sum() / max(undecided.k3.sum(), 1e-300))
-    if is_large and up < 0.5:
-        return
     if far.sum() >= MIN_FAR_SIDES and max(up, 1 - up) > MAX_FAR_SIDE:
+        if is_large and up < 0.5:
+            return
         ways = f"{int(max(up, 1 - up) * far.sum() + 0.5)} of {int(far.sum())} far tokens"
         yield "tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer"
     elif 0 < up < 1 and held >= 0.5 and far.mean() <= MAX_ROUTING_SHARE:
@@ -240,7 +240,7 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_one_depth(undecided: LogprobPairs, part: np.ndarray) -> Iterator[Sign]:
-    """Whether it begins at one depth of the context in all responses."""
+    """Whether it begins at one depth of the context, in responses that have tokens on both sides of it."""
     size = np.abs(undecided.shift)
     large = size > FAR * float(np.median(size[part == 0]))
     if large.sum() < MIN_FAR_TOKENS:
