@@ -19,7 +19,7 @@ to hold. What no detector explains is `unexplained`.
   sampling_faults  temperature, truncated-sampling, raw-logprobs
   old_weights      stale-cache, undelivered, stale
   noise_kinds      precision, quantized, routing, unexplained
-  signs            what tokens show where nothing is proven; candidates  ranks by them what it may be (candidates.toml)
+  candidates       what a difference may be that nothing proves, by the signs that its tokens show (candidates.toml)
 
 Another detector is a function of tokens and context in one of these files, entered in `search.STAGES`, and a row of
 causes.toml. Most numbers that decide stand above the detector that uses them, and all of them in
@@ -27,6 +27,7 @@ docs/reference-detection.md. Brackets behind a number are values that were measu
 bits, for the untouched streams of 12 models (bases), or with a planted fault (zoo, by `benchmarks/diagnosis_zoo.py`).
 """
 
-from trimtab.diagnosis.causes.search import find_candidates, find_causes
+from trimtab.diagnosis.causes.candidates import find_candidates
+from trimtab.diagnosis.causes.search import find_causes
 
 __all__ = ["find_candidates", "find_causes"]

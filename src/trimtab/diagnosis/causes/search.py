@@ -1,18 +1,16 @@
-"""Searches for causes stage by stage: `find_causes`; and for what may be behind what none proves: `find_candidates`."""
+"""Searches for causes stage by stage: `find_causes`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.causes.candidates import rank
 from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
 from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
 from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
-from trimtab.diagnosis.causes.signs import find_signs
 from trimtab.diagnosis.causes.wrong_pairs import find_retokenized, find_shifts, find_swapped_responses
 from trimtab.diagnosis.causes.wrong_values import (
     find_above_zero,
@@ -22,7 +20,7 @@ from trimtab.diagnosis.causes.wrong_values import (
     find_placeholder,
     find_wrong_token,
 )
-from trimtab.diagnosis.records import CAUSES, FINDINGS, PROVEN, UNPROVEN, Candidate, Cause, Measured
+from trimtab.diagnosis.records import CAUSES, FINDINGS, UNPROVEN, Cause, Measured
 
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
 MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
@@ -71,29 +69,6 @@ def _with_remedy(cause: Cause) -> Cause:
         return replace(cause, fix=fix)
     test = f"{kind.test}. " if kind.must_fix and kind.test else ""
     return replace(cause, fix=test + fix, confidence=min(cause.confidence, UNPROVEN))
-
-
-def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping[str, bool]) -> tuple[Candidate, ...]:
-    """Returns what may be behind a difference that no cause proves, most likely first; empty where one does.
-
-    tested: whether the test of a candidate found it, by name. Where the ids were scored again, the side that is off is
-    compared with those values, and only what is possible on it is left.
-    """
-    # Placeholders are left out of the tokens: what remains has a cause of its own. Values above 0 have no candidates.
-    open_ones = [cause for cause in causes if cause.name not in ("placeholder", "non-finite")]
-    is_above_zero = any(cause.name == "unexplained" and cause.confidence >= PROVEN for cause in causes)
-    is_clean_rest = len(open_ones) < len(causes) and {one.name for one in open_ones} == {"precision"}
-    if not open_ones or open_ones[0].is_proven or is_above_zero or is_clean_rest:
-        return ()
-    tokens, sides = LogprobPairs.of(measured.sample), measured.rescored
-    # Where both are off, or neither, nothing is excluded: a fault of one may be beside the rounding of the other.
-    side = sides.side if sides is not None and sides.side in ("sampler", "trainer") else ""
-    if side and (rescored := measured.sample.rescored) is not None:
-        right = np.minimum(rescored[tokens.index].astype(np.float64), 0.0)
-        known = np.isfinite(right)
-        right = {"trainer" if side == "sampler" else "behavior": right}
-        tokens = replace(tokens, **right).select(known)
-    return rank(find_signs(tokens, assumes_current=measured.origin.assumes_current), side, tested)
 
 
 def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:

@@ -1,7 +1,11 @@
-"""Rows of a file as arrow arrays and numbers by role."""
+"""Rows of a file as arrow arrays and numbers by role, from cells in whatever form they were written."""
 
 from __future__ import annotations
 
+import ast
+import json
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -11,9 +15,164 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trimtab.diagnosis.reading.cells import array_of, as_list, shown
 from trimtab.diagnosis.reading.counts import NO_LIST, ONE_NUMBER
 from trimtab.diagnosis.reading.layouts import EITHER_SHAPE, SAMPLING, TOKEN_ROLES
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_ARRAY = re.compile(r"(?:np\.)?(?:array|tensor)\((\[.*\])(?:,\s*dtype=[\w.]+)?\)", re.DOTALL)
+_SCALAR = re.compile(r"np\.float\d+\(([^()]*)\)")
+_IN_A_RESPONSE = ("choices", "logprobs", "meta_info", "content", "refusal", "token_logprobs", "output_token_logprobs")
+"""Keys of OpenAI's and SGLang's responses that lead to the log-probs, the outer ones first."""
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 60
+_SHOWN.maxlist = _SHOWN.maxdict = 3
+
+
+def as_list(cell: Any) -> Any:
+    """Returns the list that a cell holds, as a list of numbers where it can be read as one; other cells unchanged.
+
+    Text is a list as written by JSON, Python or numpy. A record is `{"token", "logprob"}` as OpenAI's servers write it,
+    `[logprob, id, text]` as SGLang does, or `{id: {"logprob"}}` as vLLM does; lists of them may be in a response. Those
+    of a conversation, a list of messages and choices, are joined.
+    """
+    value = _records(_parse(cell.strip()) if isinstance(cell, str) else cell)
+    if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
+        value = [_logprob(item) for item in value]
+    return value if isinstance(value, list) else cell
+
+
+def _records(value: Any) -> Any:
+    """Returns the list in a server's response, or the lists of a conversation joined; other values unchanged."""
+    value = _list_inside(value)
+    if not isinstance(value, list) or not isinstance(next(iter(value), None), dict):
+        return value
+    scored = [item for item in value if isinstance(item, dict) and item.get("logprobs")]
+    if not scored or any(item.get("index") for item in scored):  # several choices do not tell which was trained on
+        return value
+    parts = [_list_inside(item["logprobs"]) for item in scored]
+    return [record for part in parts for record in part] if all(isinstance(part, list) for part in parts) else value
+
+
+def _list_inside(value: Any) -> Any:
+    while isinstance(value, dict):
+        inner = next((value[name] for name in _IN_A_RESPONSE if isinstance(value.get(name), list | dict)), None)
+        if inner is None:
+            break
+        value = inner
+    return value
+
+
+def number_list(text: str) -> list[Any] | None:
+    """Returns numbers, booleans and nulls as written by JSON, Python or numpy; None for other text."""
+    if match := _ARRAY.fullmatch(text):
+        text = match[1]
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    inner = _SCALAR.sub(r"\1", text[1:-1]).strip()
+    parts = inner.split("," if "," in inner else None)
+    try:
+        return [_WORDS[word] if (word := part.strip().lower()) in _WORDS else _parsed_number(word) for part in parts]
+    except ValueError:
+        return None
+
+
+def _parsed_number(text: str) -> int | float:
+    """Parses a number; token ids stay integers."""
+    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else float(text)
+
+
+def csv_cell(text: str) -> Any:
+    """Parses a cell: a list of numbers, an object, a number, None for an empty one, or text."""
+    text = text.strip()
+    if (numbers := number_list(text)) is not None:
+        return numbers
+    if (word := text.lower()) in _WORDS:
+        return _WORDS[word]
+    try:
+        return json.loads(text) if text.startswith("{") else _parsed_number(text) if text else None
+    except (ValueError, RecursionError):
+        return text
+
+
+def value_of(row: Mapping[str, Any], name: str) -> Any:
+    """Returns a cell; `column.field` is that of an object, or the list of those of a list of objects."""
+    column, _, field = name.partition(".")
+    value = None if name in row else row.get(column)
+    if isinstance(value, list):
+        return [item.get(field) if isinstance(item, dict) else None for item in value]
+    return value.get(field) if isinstance(value, dict) else row.get(name)
+
+
+def names_inside(row: Mapping[str, Any]) -> set[str]:
+    """Returns the names `column.field` of the objects in a row."""
+    firsts = ((name, next(iter(cell), None) if isinstance(cell, list) else cell) for name, cell in row.items())
+    return {f"{name}.{field}" for name, first in firsts if isinstance(first, dict) for field in first}
+
+
+def plain(value: Any) -> Any:
+    """Converts a tensor to an array, and a tensor or array without dimensions to a number."""
+    if hasattr(value, "detach"):
+        tensor = value.detach()
+        value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+
+
+def array_of(cell: Any) -> np.ndarray | None:
+    """Returns the numbers of a list or array, also written as text, None among them as NaN; None for anything else.
+
+    Text that is no finite number, as "NaN", makes it something else: it is a cell to be looked at.
+    """
+    if not isinstance(cell, list | np.ndarray):
+        return None
+    try:
+        values = np.asarray(cell)
+        if values.dtype.kind == "U":
+            values = values.astype(np.float64)
+            if not np.isfinite(values).all():
+                return None
+        elif values.dtype.kind == "O" and all(
+            item is None or isinstance(item, int | float | Decimal) for item in values.flat
+        ):
+            values = values.astype(np.float64)
+    except (ValueError, OverflowError):  # lists of different lengths within, words; an integer of over 308 digits
+        return None
+    return values if values.ndim == 1 and values.dtype.kind in "fiub" else None
+
+
+def shown(cell: Any) -> str:
+    """Returns a cell in short, for a message: of numbers written as text, the first one that is none."""
+    if isinstance(cell, list) and any(isinstance(item, str) for item in cell):
+        wrong = (place for place, item in enumerate(cell) if array_of([item]) is None)
+        if (place := next(wrong, None)) is not None:
+            return f"{_SHOWN.repr(cell[place])} at place {place + 1} of {len(cell)}"
+    return _SHOWN.repr(cell)
+
+
+def _parse(text: str) -> Any:
+    if (numbers := number_list(text)) is not None:
+        return numbers
+    if not text.startswith(("[", "{")):
+        return text
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # MemoryError: nested too deeply for the parser
+            continue
+    return text
+
+
+def _logprob(item: Any) -> Any:
+    """Returns the log-prob of one record, or the item if it is not a record."""
+    if isinstance(item, dict):
+        if "logprob" in item:
+            return item["logprob"]
+        inner = next(iter(item.values())) if len(item) == 1 else None  # more entries do not tell which was sampled
+        return inner["logprob"] if isinstance(inner, dict) and "logprob" in inner else item
+    match item:
+        case [logprob, int(), str() | None]:
+            return logprob
+    return item
+
 
 _LISTS = (*TOKEN_ROLES, *EITHER_SHAPE, "prompt_length")
 _ALWAYS_LISTS = set(TOKEN_ROLES) - set(EITHER_SHAPE)

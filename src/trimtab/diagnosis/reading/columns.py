@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimtab.diagnosis.reading.file_formats import Table
+from trimtab.diagnosis.reading.arrow_files import ArrowFile
 from trimtab.diagnosis.reading.layouts import (
     LAYOUTS,
     LOGP_COLUMNS,
@@ -19,10 +19,13 @@ from trimtab.diagnosis.reading.layouts import (
     Layout,
     layout_of_framework,
 )
+from trimtab.diagnosis.reading.row_files import RowFile
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import finding, read_table
 from trimtab.errors import Finding, TrimtabError, did_you_mean
 
+Table = ArrowFile | RowFile
+"""A file of rows. `names` returns its columns; `batches` reads columns by role, about `tokens` tokens at a time."""
 COSTS: Mapping[str, str] = read_table("texts.toml")["missing"]
 """What each column that files lack would allow."""
 _MAX_LISTED = 12

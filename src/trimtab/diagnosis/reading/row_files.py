@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.batches import Batch, to_batch
-from trimtab.diagnosis.reading.cells import as_list, csv_cell, names_inside, plain, value_of
+from trimtab.diagnosis.reading.batches import Batch, as_list, csv_cell, names_inside, plain, to_batch, value_of
 from trimtab.diagnosis.reading.counts import UNEQUAL, ReadCounts
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_ARRAY_BYTES, MAX_RESPONSE, MAX_ROW_BYTES, RAISE_LIMITS, limit, opened, too_long

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.cells import array_of, plain
+from trimtab.diagnosis.reading.batches import array_of, plain
 from trimtab.diagnosis.reading.counts import ReadCounts
 from trimtab.diagnosis.reading.row_files import RowFile, Rows
 from trimtab.errors import TrimtabError

@@ -14,9 +14,8 @@ from tests.support import planted_causes as plant
 
 import trimtab.diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
-from trimtab.diagnosis.causes.candidates import KINDS, families, rank
+from trimtab.diagnosis.causes.candidates import KINDS, families, find_signs, rank
 from trimtab.diagnosis.causes.detector import LogprobPairs
-from trimtab.diagnosis.causes.signs import find_signs
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums
 from trimtab.diagnosis.records import Candidate, Settings, Stated
 from trimtab.diagnosis.tokens import TokenTable
@@ -222,7 +221,7 @@ def test_a_candidate_says_what_speaks_for_and_against_it() -> None:
 
 
 def test_the_table_and_the_signs_name_each_other() -> None:
-    source = (Path(trimtab.diagnosis.__file__).parent / "causes" / "signs.py").read_text()
+    source = (Path(trimtab.diagnosis.__file__).parent / "causes" / "candidates.py").read_text()
     made = set(
         re.findall(
             r'"([a-z0-9]+(?:-[a-z0-9]+)+|straight|loose|onset|ends|seen|even|flat|deeper|earlier|advantage)"', source

@@ -16,7 +16,7 @@ from tests.support.token_tables import values
 from tests.unit.diagnosis.reading.test_bad_input import lines
 
 from trimtab.diagnosis.reading import open_log
-from trimtab.diagnosis.reading.cells import as_list, shown
+from trimtab.diagnosis.reading.batches import as_list, shown
 from trimtab.diagnosis.records import DataSummary
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import Finding, TrimtabError
