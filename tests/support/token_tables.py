@@ -49,8 +49,8 @@ def trained(data: TokenTable) -> TrainedTokens:
     return TrainedTokens.of(data, 0)
 
 
-def whole(*tables: TokenTable, seed: int = 0) -> Measured:
-    return measure(iter(tables), lambda: ORIGIN, seed=seed)
+def whole(*tables: TokenTable) -> Measured:
+    return measure(iter(tables), lambda: ORIGIN)
 
 
 def noisy(seed: int, responses: int, *, noise: float = 0.05, length: int = 20) -> TokenTable:

@@ -72,8 +72,8 @@ def beyond_chance(change: Interval, equal: float) -> bool | None:
     return not change.low <= equal <= change.high
 
 
-def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", ""), seed: int = 0) -> Comparison:
-    """Compares by the samples of both diagnoses. `seed` is that of the bootstrap."""
+def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "")) -> Comparison:
+    """Compares by the samples of both diagnoses."""
     sides = [TrainedTokens.of(diagnosis.measured.sample, 0) for diagnosis in (first, second)]
     clusters, paired, pairs = _clusters(*sides)
     few = min(len(np.unique(side)) for side in clusters) < _FEWEST_CLUSTERS
@@ -81,7 +81,7 @@ def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "
     sums = sums[sums.any(axis=1)]
     whole = _statistics(torch.from_numpy(sums.sum(axis=0)))
     known = [name for name, value in whole.items() if value.isfinite()]
-    logs = cluster_intervals(sums, lambda drawn: {name: _statistics(drawn)[name] for name in known}, seed)
+    logs = cluster_intervals(sums, lambda drawn: {name: _statistics(drawn)[name] for name in known}, seed=0)
     changes = {name: _change(logs.get(name), few, exponential=name != "tail") for name in whole}
     one, two = (float(tail / k3) if k3 > 0 else math.nan for _, _, k3, tail in sums.sum(axis=0).reshape(2, 4))
     return Comparison(first, second, **changes, tails=(one, two), paired=paired, pairs=pairs, names=names)

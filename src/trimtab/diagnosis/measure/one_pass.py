@@ -21,17 +21,13 @@ ASSUMED = "the age of 0 of all tokens is assumed, not recorded"
 
 
 def measure(
-    tables: Iterable[TokenTable],
-    origin: Callable[[], DataSummary],
-    *,
-    left_out: tuple[Placeholder, ...] = (),
-    seed: int = 0,
+    tables: Iterable[TokenTable], origin: Callable[[], DataSummary], *, left_out: tuple[Placeholder, ...] = ()
 ) -> Measured:
     """Measures size and location of the mismatch in one pass, and finds placeholders; `origin` is called after it.
 
     left_out: placeholders of an earlier pass, which no figure counts. The split into tables affects only the last
-    digits of sums. `seed` is that of the bootstrap. Raises `TrimtabError` without a trained token, for tables with
-    different columns, and for padding that cannot be told from tokens.
+    digits of sums. Raises `TrimtabError` without a trained token, for tables with different columns, and for padding
+    that cannot be told from tokens.
     """
     constants = PlaceholderSums()
     sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
@@ -67,9 +63,9 @@ def measure(
                 *(*batch_findings(drawn), *sample_findings(drawn, trained, sides)),
             ),
         ),
-        size=sizes.size(summary.anchor, seed),
+        size=sizes.size(summary.anchor),
         views={view.name: view for view in views if view is not None and view.name != unknown},
-        split=DriftSplit(False, ASSUMED) if summary.assumes_current else drift.split(seed),
+        split=DriftSplit(False, ASSUMED) if summary.assumes_current else drift.split(),
         scatter=scatter,
         sample=drawn,
         rescored=sides,

@@ -73,10 +73,7 @@ MIN_REPEATED_SHARE = 0.1  # least share of them among all
 MIN_GROUPS = 3  # fewest groups whose advantages contradict their rewards
 MIN_GROUP_SHARE = 0.1  # least share of them among the groups that can
 ZERO = 0.01  # part of the largest advantage below which one counts as 0
-MOST_ENDS, MOST_BEFORE = (
-    0.9,
-    0.5,
-)  # least share of an id at the ends of responses, largest of one before it
+MOST_ENDS, MOST_BEFORE = 0.9, 0.5  # least share of an id at the ends of responses, largest of one before it
 
 
 def batch_findings(sample: TokenTable) -> Iterator[Finding]:

@@ -132,8 +132,6 @@ class SizeSums:
         table, index = tokens.table, tokens.places
         for column, values in zip(self._columns, (table.behavior, table.trainer), strict=True):
             column.add(values[index])
-        if not len(tokens):
-            return
         bucket = (tokens.cluster % np.uint64(2 * CLUSTERS)).astype(np.int64)
         for field, values in enumerate(tokens.sums.T):
             self._clusters[:, field] += np.bincount(bucket, weights=values, minlength=2 * CLUSTERS)
@@ -144,7 +142,7 @@ class SizeSums:
             largest = np.column_stack([tokens.largest, step, -step])
             self._steps.add(step, tokens.sums, largest, (tokens.rows, tokens.log_ratio_bin))
 
-    def size(self, anchor: str, seed: int) -> MismatchSize:
+    def size(self, anchor: str) -> MismatchSize:
         """Returns the size of the mismatch. `anchor`: which log-probs are the trainer's, proximal or current."""
         clusters = self._clusters[self._clusters[:, 0] > 0]
         if len(clusters) > CLUSTERS:
@@ -153,11 +151,10 @@ class SizeSums:
         sums = torch.from_numpy(clusters.sum(axis=0))
         whole = _statistics(sums, torch.from_numpy(self._largest), self._histogram)
         figures = Metrics({"": whole}).finalize()
-        columns = dict(zip(("logp_behavior", f"logp_{anchor}"), self._columns, strict=True))
-        value, note = rounding_floor(columns)
+        value, note = rounding_floor(dict(zip(("logp_behavior", f"logp_{anchor}"), self._columns, strict=True)))
         return MismatchSize(
             mismatch=figures,
-            intervals=_intervals(clusters, figures, seed),
+            intervals=_intervals(clusters, figures),
             floor=value,
             floor_note=note,
             verdict=verdict(figures["k3"], value, any(column.grid != "float32" for column in self._columns)),
@@ -191,7 +188,7 @@ def verdict(k3: float, floor: float, coarse: bool) -> str:
     return k3_range(k3).name
 
 
-def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) -> dict[str, Interval]:
+def _intervals(clusters: np.ndarray, figures: Mapping[str, float]) -> dict[str, Interval]:
     enough = figures["ess_seq"] * figures["sequences"] >= _ENOUGH
     names = [name for name in _SCALES if enough or name != "ess_seq"]
     if not enough:
@@ -203,7 +200,7 @@ def _intervals(clusters: np.ndarray, figures: Mapping[str, float], seed: int) ->
         return {name: _SCALES[name][0](values[name]) for name in names}
 
     with np.errstate(over="ignore", invalid="ignore"):  # ratios of broken data; such an interval is not finite
-        intervals = cluster_intervals(clusters, statistics, seed)
+        intervals = cluster_intervals(clusters, statistics, seed=0)
     return {name: _unscaled(name, figures[name], intervals[name]) for name in names}
 
 
@@ -257,8 +254,6 @@ class DriftSums:
             absent = "policy_version" if tokens.table.version is None else "proximal_version"
             self._unavailable_reason = f"the data has no {absent}, so which tokens are of age 0 is unknown"
             return
-        if not len(tokens):
-            return
         age = tokens.at_tokens(tokens.table.age)
         self._newer += int((age < 0).sum())
         self._youngest = min(self._youngest, int(age.min()))
@@ -270,7 +265,7 @@ class DriftSums:
             sums = np.bincount(index, weights=values, minlength=self._sums[0].size)
             self._sums[at] += sums.reshape(self._sums[0].shape)
 
-    def split(self, seed: int) -> DriftSplit:
+    def split(self) -> DriftSplit:
         count = self._sums[0].sum(axis=0)  # (2, bins)
         if not count.sum():
             return DriftSplit(False, self._unavailable_reason)
@@ -297,7 +292,7 @@ class DriftSums:
         )
         if share == 1:
             why = "every token is of age 0, so all drift is mismatch"
-        return DriftSplit(True, why, float(value[0]), float(value[1]), _split_intervals(clusters, value, seed))
+        return DriftSplit(True, why, float(value[0]), float(value[1]), _split_intervals(clusters, value))
 
 
 def _starts(fresh: np.ndarray) -> np.ndarray:
@@ -324,12 +319,12 @@ def _parts(sums: np.ndarray) -> np.ndarray:
     return np.stack([matched, total - matched])
 
 
-def _split_intervals(clusters: np.ndarray, value: np.ndarray, seed: int) -> dict[str, Interval]:
+def _split_intervals(clusters: np.ndarray, value: np.ndarray) -> dict[str, Interval]:
     """Returns percentile intervals over clusters; none with too few."""
     fields, count = clusters.shape[0], clusters.shape[1]
     if count < FEWEST_CLUSTERS:
         return {}
-    draws = resampled(count, seed) @ np.moveaxis(clusters, 1, 0).reshape(count, -1)
+    draws = resampled(count, seed=0) @ np.moveaxis(clusters, 1, 0).reshape(count, -1)
     drawn = _parts(np.moveaxis(draws.reshape(-1, fields, *clusters.shape[2:]), 0, 1))
     # A resample without a token of age 0 in some bin is NaN and skipped.
     low, high = np.nanquantile(drawn, (0.025, 0.975), axis=1)

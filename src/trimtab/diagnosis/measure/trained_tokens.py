@@ -6,9 +6,10 @@ and five bits of the mantissa). The width of a bin is at most 1/32 of the number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -38,12 +39,6 @@ PROBABILITY_EDGES = 10.0 ** (np.arange(-PROBABILITY_BINS, 1) / PER_DECADE)
 def octave(values: np.ndarray, lowest: int) -> np.ndarray:
     """Returns the bin of each value > 0 (float32) as int32: 0 at 2^lowest, negative below."""
     return (values.view(np.int32) >> _SHIFT) - ((_BIAS + lowest) << _RATE)
-
-
-def octave_edges(lowest: int, count: int) -> np.ndarray:
-    """Returns the edges (count + 1,) of the bins of `octave`."""
-    index = np.arange(count + 1)
-    return np.ldexp(1.0 + (index % (1 << _RATE)) / (1 << _RATE), lowest + (index >> _RATE))
 
 
 def log_ratio_bin(log_ratio: np.ndarray) -> np.ndarray:
@@ -85,25 +80,13 @@ def _order_statistics(histogram: np.ndarray, cumulative: np.ndarray, rank: np.nd
     return np.where(index == _SIDE, 0.0, _EDGES[index] + within * (_EDGES[index + 1] - _EDGES[index]))
 
 
-_POSITIVE_EDGES = octave_edges(_SMALLEST, _SIDE)
+_INDEX = np.arange(_SIDE + 1)
+_POSITIVE_EDGES = np.ldexp(1.0 + (_INDEX % (1 << _RATE)) / (1 << _RATE), _SMALLEST + (_INDEX >> _RATE))
 _EDGES = np.concatenate([-_POSITIVE_EDGES[::-1], _POSITIVE_EDGES])
 
 
 _SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
 _FAR = 1 << 40  # position relative to a turn's boundary where there is none
-
-
-@dataclass(frozen=True, eq=False)
-class Turns:
-    """The turns (as in `TokenTable.turn_number`), per token (tokens,) int64.
-
-    number: of its turn, from 0. after: position relative to the start of its turn, very large in a first turn. before:
-    position relative to the next turn, -1 for the last token of a turn, very negative in a last turn.
-    """
-
-    number: np.ndarray
-    after: np.ndarray
-    before: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +150,6 @@ class TrainedTokens:
         return log_ratio_bin(self.log)
 
     @cached_property
-    def probability_bin(self) -> np.ndarray:
-        return probability_bin(self.behavior)
-
-    @cached_property
     def q(self) -> np.ndarray:
         """Probability of the token under the sampler; above 1, and bounded, for a log-prob above 0 (a finding)."""
         return np.exp(np.minimum(self.behavior, LOG_RATIO_BOUND))
@@ -225,8 +204,12 @@ class TrainedTokens:
         return column[self.places]
 
     @cached_property
-    def turns(self) -> Turns:
-        """The turns of the trained tokens."""
+    def around_turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """The positions relative to the start of the token's turn and to that of the next one, both (tokens,) int64.
+
+        The first is very large in a first turn; the second is -1 for the last token of a turn, very negative in a last
+        turn.
+        """
         number = self.at_tokens(self.table.turn_number)
         begin = np.append(True, np.diff(number) != 0)
         begin[self.starts[:-1]] = True
@@ -235,7 +218,7 @@ class TrainedTokens:
         is_followed = ~np.isin(np.append(begins[1:], self.starts[-1]), self.starts)
         ahead = np.where(is_followed, np.append(begins[1:], 0), _FAR)
         place = np.arange(len(self))
-        return Turns(number, place - behind[turn], place - ahead[turn])
+        return place - behind[turn], place - ahead[turn]
 
     @cached_property
     def cluster(self) -> np.ndarray:
@@ -293,39 +276,16 @@ class Groups:
         return self.sums[:, 3]
 
     def view(
-        self,
-        name: str,
-        labels: Sequence[str],
-        rows: np.ndarray,
-        *,
-        edges: np.ndarray | None = None,
-        columns: Mapping[str, np.ndarray] | None = None,
-        envelope: np.ndarray | None = None,
-        note: str = "",
+        self, name: str, labels: Sequence[str], rows: np.ndarray, envelope: np.ndarray | None = None, **others: Any
     ) -> View:
         """Returns the groups `rows` as a view; NaN in empty ones.
 
-        envelope: the percentiles (groups, 3), where they are not those of the histogram.
+        envelope: the percentiles (groups, 3), where they are not those of the histogram. others: edges, columns, note.
         """
         envelope = quantiles(self.histogram[rows], ENVELOPE) if envelope is None else envelope
         with np.errstate(invalid="ignore"):
             excess, log, k3, size = (self.sums[rows, 1:] / self.sums[rows, :1]).T
-        low, median, high = envelope.T
-        return View(
-            name=name,
-            labels=tuple(labels),
-            count=self.count[rows],
-            ratio_mean=1.0 + excess,
-            log_ratio_mean=log,
-            k3=k3,
-            abs_mean=size,
-            low=low,
-            median=median,
-            high=high,
-            edges=edges,
-            columns=columns or {},
-            note=note,
-        )
+        return View(name, tuple(labels), self.count[rows], 1.0 + excess, log, k3, size, *envelope.T, **others)
 
 
 class StepSums:

@@ -19,6 +19,7 @@ from trimtab.diagnosis.measure.trained_tokens import (
     Groups,
     TrainedTokens,
     explained,
+    probability_bin,
 )
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import DECILES, TokenTable
@@ -84,13 +85,13 @@ def _probabilities() -> list[str]:
 
 
 def _around_boundary(tokens: TrainedTokens) -> np.ndarray:
-    after, before = tokens.turns.after, tokens.turns.before
+    after, before = tokens.around_turns
     group = np.where(before >= -_REACH, before + _REACH, 2 * _REACH + 1)
     return np.where(after <= _REACH, after + _REACH, group)  # near two boundaries, the earlier one counts
 
 
 def _since_observation(tokens: TrainedTokens) -> np.ndarray:
-    after = tokens.turns.after
+    after, _ = tokens.around_turns
     since = np.searchsorted(_SINCE, after, side="right") - 1
     return np.where(after > tokens.lengths[tokens.rows], len(_SINCE), since)
 
@@ -110,7 +111,13 @@ def _entropy(tokens: TrainedTokens) -> np.ndarray | None:
 FIRST_AGES = dict(zip(("newer than the trainer", *ranges(_AGES)), (-1, *_AGES), strict=True))
 """Smallest age of each bin by its label."""
 AXES = (
-    Axis("probability", lambda tokens: tokens.probability_bin, _probabilities(), PROBABILITY_EDGES, is_whole=True),
+    Axis(
+        "probability",
+        lambda tokens: probability_bin(tokens.behavior),
+        _probabilities(),
+        PROBABILITY_EDGES,
+        is_whole=True,
+    ),
     Axis(
         "position",  # untrained tokens count as places
         lambda tokens: tokens.at_tokens(tokens.table.decile),
@@ -129,7 +136,7 @@ AXES = (
     ),
     Axis(
         "turn-number",
-        lambda tokens: np.minimum(tokens.turns.number, _TURNS - 1),
+        lambda tokens: np.minimum(tokens.at_tokens(tokens.table.turn_number), _TURNS - 1),
         ranges(range(1, _TURNS + 1)),
         present=lambda count: (count > 0).sum() > 1,
     ),
@@ -203,11 +210,7 @@ def prompt_view(sample: TokenTable) -> View | None:
     groups = Groups(int(prompt.max()) + 1, bins=0)
     groups.add(prompt, tokens)
     top = _with_most_k3(groups)
-    columns = {
-        "number": top,
-        "responses": np.bincount(of_response)[top],
-        "share": _share_of_k3(groups)[top],
-    }
+    columns = {"number": top, "responses": np.bincount(of_response)[top], "share": _share_of_k3(groups)[top]}
     size = np.log(tokens.over(tokens.size) / tokens.lengths + 1e-9)
     part = max(explained(size, of_response, least=2), 0.0)
     note = f"the prompt decides {part:.0%} of the variance of the size of its responses' errors"

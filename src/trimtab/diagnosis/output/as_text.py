@@ -29,10 +29,7 @@ PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
 
 
 def terminal_text(
-    diagnosis: Diagnosis,
-    page: Path | str | None = None,
-    width: int | None = None,
-    comparison: Comparison | None = None,
+    diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None, comparison: Comparison | None = None
 ) -> str:
     """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
     lines = rows(diagnosis) if comparison is None else against.rows(comparison)

@@ -17,19 +17,7 @@ from trimtab.diagnosis.hotspots import shares
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.records import Cause, read_table
-from trimtab.pages.page import (
-    Card,
-    Cell,
-    Note,
-    Page,
-    Part,
-    Section,
-    Table,
-    Tiles,
-    Verdict,
-    charts,
-    findings_table,
-)
+from trimtab.pages.page import Card, Cell, Note, Page, Part, Section, Table, Tiles, Verdict, charts, findings_table
 from trimtab.runs.atomic import write_output
 from trimtab.runs.metric_catalog import band_text, judge
 from trimtab.text import format_number, format_percent, format_signed

@@ -19,14 +19,7 @@ from trimtab.diagnosis.reading.batches import array_of, plain
 from trimtab.diagnosis.reading.counts import ReadCounts
 from trimtab.diagnosis.reading.row_files import RowFile, Rows
 from trimtab.errors import TrimtabError
-from trimtab.files import (
-    MAX_RESPONSE,
-    MAX_UNPACKED_BYTES,
-    MAX_UNPACKED_TIMES,
-    RAISE_LIMITS,
-    limit,
-    too_large_unpacked,
-)
+from trimtab.files import MAX_RESPONSE, MAX_UNPACKED_BYTES, MAX_UNPACKED_TIMES, RAISE_LIMITS, limit, too_large_unpacked
 
 _VALUES_A_BYTE = 16
 """Values for each byte of a file: one of a byte each is written once, prompts and advantages are often shared."""

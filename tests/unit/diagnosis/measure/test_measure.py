@@ -49,13 +49,6 @@ def test_chunks_change_nothing(cuts: list[int]) -> None:
     assert_same(whole(*pieces(DATA, cuts)), DATA_AT_ONCE)
 
 
-def test_seed_draws_the_bootstrap_only() -> None:
-    other = whole(DATA, seed=1)
-    assert other.size.mismatch == DATA_AT_ONCE.size.mismatch
-    assert other.size.intervals["k3"].low != DATA_AT_ONCE.size.intervals["k3"].low
-    assert_same(other.views, DATA_AT_ONCE.views)
-
-
 def test_scatter_has_the_trainer_in_rows_and_the_sampler_in_columns() -> None:
     # Sampler 0.255, trainer 0.855; an untrained token does not count.
     result = whole(table([[np.log(0.855 / 0.255), 0.0]], behavior=np.log(0.255), mask=[[True, False]])).scatter

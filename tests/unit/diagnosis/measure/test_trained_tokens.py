@@ -63,12 +63,13 @@ def test_turns_by_hand() -> None:
     # Trained runs of 2 and 3 tokens around an untrained one; the leading untrained token begins no turn; then a
     # response of one turn that follows without a gap.
     data = table([[0.0] * 7, [0.0] * 2], mask=[[False, True, True, False, True, True, True], [True, True]])
-    turns = trained(data).turns
-    assert turns.number.tolist() == [0, 0, 1, 1, 1, 0, 0]
-    assert turns.after[2:5].tolist() == [0, 1, 2]
-    assert turns.before[:2].tolist() == [-2, -1]
-    assert (np.delete(turns.after, [2, 3, 4]) > 1e9).all()
-    assert (turns.before[2:] < -1e9).all()
+    tokens = trained(data)
+    assert tokens.at_tokens(data.turn_number).tolist() == [0, 0, 1, 1, 1, 0, 0]
+    after, before = tokens.around_turns
+    assert after[2:5].tolist() == [0, 1, 2]
+    assert before[:2].tolist() == [-2, -1]
+    assert (np.delete(after, [2, 3, 4]) > 1e9).all()
+    assert (before[2:] < -1e9).all()
 
 
 def test_scrambled_numbers_are_even_and_fixed() -> None:
