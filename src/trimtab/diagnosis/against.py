@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import figure, with_interval
 from trimtab.diagnosis.measure.size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.intervals import Interval, cluster_intervals
@@ -139,9 +138,8 @@ def _change(change: Interval | None, few: bool, *, exponential: bool) -> Interva
 
 def verdict_lines(comparison: Comparison) -> list[str]:
     """Returns whether A differs from B, by how much, the first cause of each, and what to repair first."""
-    sizes = {letter: side.measured.size for letter, _, side in comparison.sides}
-    if agree := [name for name, size in sizes.items() if size.verdict in _AGREE]:
-        k3 = ", ".join(f"{figure(size, 'k3')} in {name}" for name, size in sizes.items())
+    if agree := [name for name, _, side in comparison.sides if side.measured.size.verdict in _AGREE]:
+        k3 = ", ".join(f"{side.answer.figures['k3'].value} in {name}" for name, _, side in comparison.sides)
         lines = [f"Trainer and sampler agree up to rounding in {' and in '.join(agree)} (k3 {k3})."]
     else:
         lines = [f"k3 in A relative to B: {_change_text(comparison.k3, 1.0, _factor)}."]
@@ -162,12 +160,12 @@ def rows(comparison: Comparison) -> list[tuple[str, str]]:
 
 def figures(comparison: Comparison) -> list[tuple[str, ...]]:
     """Returns rows of the table of `HEADS`: each figure of A and of B, and what changed."""
-    sizes = [side.measured.size for _, _, side in comparison.sides]
+    sides = [side.answer for _, _, side in comparison.sides]
     return [
-        ("k3", *(with_interval(size, "k3") for size in sizes), _change_text(comparison.k3, 1.0, _factor)),
+        ("k3", *(side.figures["k3"].text for side in sides), _change_text(comparison.k3, 1.0, _factor)),
         (
             "mean ratio",
-            *(with_interval(size, "ratio_mean") for size in sizes),
+            *(side.figures["ratio_mean"].text for side in sides),
             _change_text(comparison.ratio_mean, 1.0, "{:.5g}".format),
         ),
         (
@@ -175,9 +173,9 @@ def figures(comparison: Comparison) -> list[tuple[str, ...]]:
             *(f"{format_percent(share)} of k3 in {TAIL:.0%} of the tokens" for share in comparison.tails),
             _change_text(comparison.tail, 0.0, lambda share: f"{100 * share:+.1f}".replace("-", "−"), "points"),
         ),
-        ("ESS of tokens", *(figure(size, "ess_token") for size in sizes), ""),
-        ("Pearson", *(figure(size, "pearson") for size in sizes), ""),
-        ("first cause", *(side.answer.cause for _, _, side in comparison.sides), ""),
+        ("ESS of tokens", *(side.figures["ess_token"].value for side in sides), ""),
+        ("Pearson", *(side.figures["pearson"].value for side in sides), ""),
+        ("first cause", *(side.cause for side in sides), ""),
     ]
 
 

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trimtab.diagnosis.advice.rules import FEWEST_TOKENS
 from trimtab.diagnosis.causes.candidates import families
-from trimtab.diagnosis.figures import format_interval, interval_of, overrides_text, range_text, with_interval
+from trimtab.diagnosis.figures import Figure, format_interval, overrides_text, range_text
 from trimtab.diagnosis.hotspots import hotspots
 from trimtab.diagnosis.known_faults import matches
 from trimtab.diagnosis.records import (
@@ -59,6 +59,29 @@ CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"
 Kind = Literal["healthy", "proven", "fits", "differential"]
 
 
+class Family(NamedTuple):
+    """The candidates that one test tells apart: the likely ones, and the test with what it finds for each."""
+
+    likely: Sequence[Candidate]
+    test: str
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Family:
+        """Takes those with at least a tenth of the odds of the first one as likely; only the test names others."""
+        results = "; ".join(f"it is {one.name} if {one.result}" for one in candidates)
+        likely = [one for one in candidates if one.odds >= 0.1 * candidates[0].odds]
+        return cls(likely, f"{candidates[0].test}: {results}")
+
+    @property
+    def text(self) -> str:
+        """What the likely candidates are, what speaks for and against each, and their test."""
+        parts = []
+        for one in self.likely:
+            signs = "; but ".join(filter(None, (one.speaks_for, one.speaks_against)))
+            parts.append(f"{one.plain} ({one.name}){f': {signs}' if signs else ''}.")
+        return f"{' Or '.join(parts)} Test: {self.test}."
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a diagnosis says.
@@ -68,10 +91,11 @@ class Answer:
     cause means and how sure it is. verdict: the first two causes, the candidates unless one is proven, and what to
     do first, each after its label ("", Also, Candidate 1, First). read, size, masked, where, split: sentences about
     the data; masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the
-    sentence. faults: the remedy, by name, of the causes and findings that must be repaired before any correction.
-    findings: everything that was found, the causes first. families: the candidates that are shown, those that one test
-    tells apart together. known: faults that were reported in public, by cause. method: the recommended preset, after
-    the condition under which it is one. outcome: that of the recommended preset.
+    sentence. figures: the statistics of the mismatch by key; outside: the healthy range of those outside of it.
+    faults: the remedy, by name, of the causes and findings that must be repaired before any correction. findings:
+    everything that was found, the causes first. families: the candidates that are shown. known: faults that were
+    reported in public, by cause. method: the recommended preset, after the condition under which it is one. outcome:
+    that of the recommended preset.
     """
 
     severity: str
@@ -84,9 +108,11 @@ class Answer:
     mean_ratio: tuple[str, str]
     where: str
     split: str
+    figures: Mapping[str, Figure]
+    outside: Mapping[str, str]
     faults: Mapping[str, str]
     findings: tuple[Finding, ...]
-    families: tuple[Sequence[Candidate], ...]
+    families: tuple[Family, ...]
     known: Mapping[str, tuple[KnownFault, ...]]
     method: str
     outcome: PresetOutcome | None
@@ -122,7 +148,8 @@ class Diagnosis:
         doubt = None if faults or severity == "good" else _doubtful(causes, measured.size.verdict)
         bounds = overrides_text(recommended.overrides)
         method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
-        first = _first_step(self, faults, kind, doubt, f"use the correction {method}")
+        shown = () if kind == "healthy" else tuple(map(Family.of, families(self.candidates)[:SHOWN]))
+        first = _first_step(self, shown, faults, kind, doubt, f"use the correction {method}")
         # Without a cause, what must be repaired in the files is what was found.
         nothing = (
             cause_text(None) if kind == "healthy" else "k3 is outside its healthy range, in too few tokens to tell why"
@@ -132,16 +159,16 @@ class Diagnosis:
         wrong = next((finding.detail for finding in findings if finding.status == "fail"), nothing)
         texts = [cause_text(cause) for cause in causes] or [wrong]
         named = [(label, f"{text}.") for label, text in zip(("", "Also"), texts, strict=False)]
-        shown = () if kind == "healthy" else tuple(families(self.candidates)[:SHOWN])
-        if shown and (likeliest := shown[0][0]).found:
+        if shown and (likeliest := shown[0].likely[0]).found:
             kind, named = "proven", [("", f"{likeliest.plain} ({likeliest.name}), as its test found.")]
         named[0] = ("", PROOF[kind].format(text=f"{named[0][1][0].lower()}{named[0][1][1:]}") or named[0][1])
-        named += [(f"Candidate {place}", family_text(one)) for place, one in enumerate(shown, start=1)]
+        named += [(f"Candidate {place}", one.text) for place, one in enumerate(shown, start=1)]
         named += [
             ("Also", f"{one.detail[0].upper()}{one.detail[1:]}.") for one in origin.findings if one.name in OF_BATCH
         ]
         same = [outcome for outcome in self.outcomes if outcome.preset == recommended.preset]
         exact = [outcome for outcome in same if dict(outcome.overrides) == dict(recommended.overrides)]
+        figures = {key: Figure.of(measured.size, key) for key in measured.size.mismatch}
         return Answer(
             severity=severity,
             kind=kind,
@@ -153,6 +180,8 @@ class Diagnosis:
             mean_ratio=mean_ratio_text(measured.size),
             where=_where_text(measured, causes, self.texts),
             split=_split_text(measured),
+            figures=figures,
+            outside={key: figure.healthy for key, figure in figures.items() if figure.judged == "outside"},
             faults=faults,
             findings=findings,
             families=shown,
@@ -160,27 +189,6 @@ class Diagnosis:
             method=f"if {doubt.intended}, {method}" if doubt else method,
             outcome=(exact or same or [None])[0],
         )
-
-
-def family_text(family: Sequence[Candidate]) -> str:
-    """Returns what the likely candidates of a family are, what speaks for and against each, and their test."""
-    return f"{' Or '.join(map(candidate_text, likely(family)))} Test: {describe_test(family)}."
-
-
-def likely(family: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates with at least a tenth of the odds of the first one; only the test names others."""
-    return [one for one in family if one.odds >= 0.1 * family[0].odds]
-
-
-def candidate_text(candidate: Candidate) -> str:
-    """Returns what a candidate is, and what speaks for and against it."""
-    signs = "; but ".join(filter(None, (candidate.speaks_for, candidate.speaks_against)))
-    return f"{candidate.plain} ({candidate.name}){f': {signs}' if signs else ''}."
-
-
-def describe_test(family: Sequence[Candidate]) -> str:
-    """Returns the test of a family, and what it finds for each of its candidates."""
-    return f"{family[0].test}: {'; '.join(f'it is {one.name} if {one.result}' for one in family)}"
 
 
 def _kind(causes: Sequence[Cause], severity: str) -> Kind:
@@ -218,20 +226,25 @@ def _doubtful(causes: Sequence[Cause], verdict: str) -> CauseKind | None:
 
 
 def _first_step(
-    diagnosis: Diagnosis, faults: Mapping[str, str], kind: Kind, doubt: CauseKind | None, method: str
+    diagnosis: Diagnosis,
+    shown: Sequence[Family],
+    faults: Mapping[str, str],
+    kind: Kind,
+    doubt: CauseKind | None,
+    method: str,
 ) -> str:
     """Returns what to do first.
 
     Log-probs show that a difference is there and how large it is, not that it is meant. So only what the files or the
     recipe state needs no repair, and that only at sizes that are published for working setups.
     """
-    if kind != "healthy" and diagnosis.candidates and diagnosis.candidates[0].found:
+    if shown and diagnosis.candidates[0].found:
         return "Repair that, then run diagnose again."
     for finding in diagnosis.measured.origin.findings:  # of the files themselves
         if finding.status == "fail":
             return finding.next_step
-    if kind == "differential" and diagnosis.candidates:
-        first = describe_test(families(diagnosis.candidates)[0])
+    if kind == "differential" and shown:
+        first = shown[0].test
         otherwise = "" if diagnosis.measured.rescored else f" Otherwise `{RESCORE}` says which side is off."
         return f"{first[0].upper()}{first[1:]}.{otherwise}"
     if faults:
@@ -264,7 +277,7 @@ def _size_text(measured: Measured) -> str:
     size, difference = measured.size, measured.size.mismatch["abs_diff_mean"]
     by = f"{100 * math.expm1(difference):.2g}%" if difference < 0.4 else f"a factor of e^{difference:.2g}"
     apart = f"; the two probabilities of a token differ by {by} on average" if math.isfinite(difference) else ""
-    text = f"k3 (KL divergence) {with_interval(size, 'k3')} nats per token: {range_text(size)}"
+    text = f"k3 (KL divergence) {Figure.of(size, 'k3').text} nats per token: {range_text(size)}"
     return f"{text}{apart}; rounding alone causes {format_number(size.floor)}"
 
 
@@ -284,8 +297,9 @@ def mean_ratio_text(size: MismatchSize) -> tuple[str, str]:
     Returns good, warn or plain (undecided), and the result in words.
     """
     mean, interval = size.mismatch["ratio_mean"], size.intervals.get("ratio_mean")
-    text = f"mean ratio {with_interval(size, 'ratio_mean')}"
-    if interval is None or not interval_of(size, "ratio_mean"):
+    figure = Figure.of(size, "ratio_mean")
+    text = f"mean ratio {figure.text}"
+    if interval is None or not figure.interval:
         return "plain", f"{text}; too few responses for an interval"
     if interval.low <= 1 <= interval.high:
         if interval.high > WIDE * interval.low:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.diagnosis.records import MismatchSize, read_table
@@ -32,26 +33,33 @@ def _form(key: str) -> Callable[[float], str]:
     return format_number if key in ("k1", "k2", "k3", "chi2_token") else number
 
 
-def figure(size: MismatchSize, key: str) -> str:
-    """Formats a statistic of the mismatch, with enough digits to tell it from the ends of its healthy range."""
-    return beside(size.mismatch[key], bounds(f"mismatch/{key}"), _form(key))
+@dataclass(frozen=True)
+class Figure:
+    """A statistic of the mismatch as text.
 
+    value: with enough digits to tell it from the ends of its healthy range. interval: at 95%, empty without one.
+    healthy: that range. judged: healthy or outside, as report.html marks it; empty without a range.
+    """
 
-def interval_of(size: MismatchSize, key: str) -> str:
-    """Formats the 95% interval of a statistic; empty if it has none."""
-    return format_interval(size.intervals.get(key), _form(key))
+    name: str
+    meaning: str
+    value: str
+    interval: str
+    healthy: str
+    judged: str
 
+    @classmethod
+    def of(cls, size: MismatchSize, key: str) -> Figure:
+        metric, value, form = f"mismatch/{key}", size.mismatch[key], _form(key)
+        interval = format_interval(size.intervals.get(key), form)
+        text = beside(value, bounds(metric), form)
+        return cls(*FIGURES.get(key, (key, "")), text, interval, band_text(metric), judge(metric, value))
 
-def with_interval(size: MismatchSize, key: str) -> str:
-    """Formats a statistic as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if it has no interval of any width."""
-    ends, value = interval_of(size, key), figure(size, key)
-    return f"{value} ({ends})" if ends and ends != f"{value} to {value}" else value
-
-
-def outside(size: MismatchSize) -> dict[str, str]:
-    """Returns the statistics outside their healthy range, with the range as text, as report.html marks them."""
-    keys = (key for key, value in size.mismatch.items() if judge(f"mismatch/{key}", value) == "outside")
-    return {key: band_text(f"mismatch/{key}") for key in keys}
+    @property
+    def text(self) -> str:
+        """The value as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if it has no interval of any width."""
+        has_width = self.interval and self.interval != f"{self.value} to {self.value}"
+        return f"{self.value} ({self.interval})" if has_width else self.value
 
 
 def range_text(size: MismatchSize) -> str:

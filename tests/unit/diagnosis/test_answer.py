@@ -18,7 +18,7 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 import trimtab.diagnosis
 from trimtab.diagnosis.answer import mean_ratio_text
-from trimtab.diagnosis.figures import range_text, with_interval
+from trimtab.diagnosis.figures import Figure, range_text
 from trimtab.diagnosis.hotspots import hotspots, shares
 from trimtab.diagnosis.known_faults import known_faults, matches
 from trimtab.diagnosis.output.as_json import as_dict
@@ -230,8 +230,8 @@ def test_shares_of_k3_leave_out_what_is_not_finite() -> None:
 
 def test_intervals_are_printed_next_to_their_value() -> None:
     size = MismatchSize(MISMATCH, INTERVALS, 0.0, "", "small-dense")
-    assert with_interval(size, "k3") == "4.8e-3 (4.3e-3 to 5.4e-3)"
-    assert with_interval(size, "k2") == "5.2e-3"
+    assert Figure.of(size, "k3").text == "4.8e-3 (4.3e-3 to 5.4e-3)"
+    assert Figure.of(size, "k2").text == "5.2e-3"
 
 
 def data(framework: str = "columns", **changes: object) -> DataSummary:

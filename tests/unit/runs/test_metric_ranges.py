@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.support.fake_run import fake_run, relog
 
 import trimtab
-from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output.as_text import terminal_text
 from trimtab.diagnosis.output.html_page import page
 from trimtab.report.run_report import write_report
@@ -65,7 +64,7 @@ def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, heal
     relog(run, lambda row: row | {f"mismatch/{key}": value for key, value in figures.items()})
     marks = _marks(write_report(read_run(run)))
     assert marks["k3"] == ("healthy" if healthy else "outside")
-    assert {key for key, mark in marks.items() if mark == "outside"} == set(outside(diagnosis.measured.size))
+    assert {key for key, mark in marks.items() if mark == "outside"} == set(diagnosis.answer.outside)
     words = terminal_text(diagnosis)
     size = next(line for line in words.splitlines() if line.startswith("size"))
     assert ("too much" in size or "beyond" in size) != healthy

@@ -7,7 +7,6 @@ from typing import Any
 
 from trimtab.diagnosis.against import Comparison, beyond_chance, verdict_lines
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.known_faults import matches
 from trimtab.text import json_value
 
@@ -21,7 +20,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "candidates": [asdict(candidate) for candidate in diagnosis.candidates],
         "mismatch": dict(size.mismatch),
         "intervals": {key: {"low": part.low, "high": part.high} for key, part in size.intervals.items()},
-        "outside": outside(size),
+        "outside": diagnosis.answer.outside,
         "noise_floor": {"k3": size.floor, "note": size.floor_note},
         "causes": [
             asdict(cause) | {"page": cause.page, "known": [asdict(fault) for fault in matches(cause.name, origin)]}

@@ -12,12 +12,10 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import FIGURES, figure, interval_of, outside
-from trimtab.diagnosis.records import MismatchSize
+from trimtab.diagnosis.answer import Answer, Diagnosis
+from trimtab.diagnosis.figures import FIGURES
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.runs.metric_catalog import band_text
-from trimtab.text import code_span, format_number, format_percent, markdown_text
+from trimtab.text import code_span, format_number, format_percent, markdown_text, one_line
 
 LABEL = 10
 """Smallest width of the labels on the terminal."""
@@ -41,16 +39,12 @@ def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
     label_width = max(LABEL, *(len(label) + 2 for label, _ in lines))
     result = []
     for label, text in lines:
-        # Text from files (column names, findings) may contain control characters.
-        plain = "".join(sign if sign.isprintable() else " " for sign in text)
-        head = f"{label:<{label_width}}"
-        result += (
-            [head + plain]
-            if width is None
-            else textwrap.wrap(
-                plain, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
-            )
-        )
+        plain, head = one_line(text), f"{label:<{label_width}}"  # text from files may contain control characters
+        if width is None:
+            result.append(head + plain)
+            continue
+        indents = {"initial_indent": head, "subsequent_indent": " " * len(head)}
+        result += textwrap.wrap(plain, max(width, 40), **indents, break_on_hyphens=False)
     return "\n".join(result)
 
 
@@ -69,7 +63,7 @@ def rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         "verdict": [f"{label}: {text}" if label else text for label, text in answer.verdict],
         "read": [answer.read, *(finding.text for finding in origin.findings)],
         "missing": _missing(origin.missing),
-        "size": [answer.size, *_size(diagnosis.measured.size), *filter(None, [answer.masked])],
+        "size": [answer.size, *_figures(answer), *filter(None, [answer.masked])],
         "ratio": [answer.mean_ratio[1]],
         "where": [answer.where],
         "split": [] if origin.assumes_current else [answer.split],  # `read` says what is assumed
@@ -85,15 +79,12 @@ def _missing(columns: Mapping[str, str]) -> list[str]:
     return [f"{', '.join(columns)}; the page lists what each one would allow"]
 
 
-def _size(size: MismatchSize) -> list[str]:
-    k1, k2, chi2, ess_token, ess_seq, pearson, ppl_ratio = (
-        figure(size, key) for key in ("k1", "k2", "chi2_token", "ess_token", "ess_seq", "pearson", "ppl_ratio")
-    )
+def _figures(answer: Answer) -> list[str]:
     figures = (
-        f"k1 {k1}, k2 {k2}, chi2 {chi2} per token; ESS {ess_token} of tokens, {ess_seq} of sequences; "
-        f"Pearson {pearson}, perplexity ratio {ppl_ratio}"
-    )
-    items = [f"{key} {figure(size, key)} ({band})" for key, band in outside(size).items()]
+        "k1 {k1.value}, k2 {k2.value}, chi2 {chi2_token.value} per token; ESS {ess_token.value} of tokens, "
+        "{ess_seq.value} of sequences; Pearson {pearson.value}, perplexity ratio {ppl_ratio.value}"
+    ).format(**answer.figures)
+    items = [f"{key} {answer.figures[key].value} ({healthy})" for key, healthy in answer.outside.items()]
     if not items:
         return [figures, "every figure is within its healthy range"]
     return [figures, f"outside their healthy ranges: {', '.join(items)}"]
@@ -114,12 +105,10 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
 def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command: str = "") -> str:
     """Returns the text to paste. command: the command line that made it, if one did."""
     if comparison is None:
-        size, answer = diagnosis.measured.size, diagnosis.answer
+        answer = diagnosis.answer
         lines = [f"{label}: {text}" if label else text for label, text in answer.verdict]
-        figures = [
-            (name, figure(size, key), interval_of(size, key) or "–", band_text(f"mismatch/{key}"))
-            for key, (name, _) in [*FIGURES.items()][:MAIN]
-        ]
+        main = [answer.figures[key] for key in [*FIGURES][:MAIN]]
+        figures = [(one.name, one.value, one.interval or "–", one.healthy) for one in main]
         table = [("figure", "value", "95% interval", "healthy"), *figures]
         items = [(f"why {cause.name}", cause.evidence) for cause in diagnosis.causes[:1]]
         items += [("where", answer.where), *_data(diagnosis)]

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Diagnosis, describe_test, likely
-from trimtab.diagnosis.figures import FIGURES, figure, interval_of, outside, overrides_text
+from trimtab.diagnosis.answer import Diagnosis
+from trimtab.diagnosis.figures import FIGURES, overrides_text
 from trimtab.diagnosis.hotspots import shares
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.records import Cause, read_table
 from trimtab.pages.page import Card, Cell, Note, Page, Part, Section, Table, Tiles, Verdict, charts, findings_table
 from trimtab.runs.atomic import write_output
-from trimtab.runs.metric_catalog import band_text, judge
 from trimtab.text import format_number, format_percent, format_signed
 
 ANSWERS = {"": "What was found", "Also": "Also found", "First": "What to do first"}
@@ -35,7 +34,8 @@ def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: 
 
     command: the command line, for a reader who was not there.
     """
-    return write_output(path, page(diagnosis, command, comparison).encode())
+    text = page(diagnosis, command, comparison)
+    return write_output(path, text.encode())
 
 
 def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None = None) -> str:
@@ -81,25 +81,22 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _candidates(diagnosis: Diagnosis) -> list[Part]:
     cards: list[Part] = []
     for place, family in enumerate(diagnosis.answer.families, start=1):
-        shown, notes = likely(family), []
-        for candidate in shown:
-            lines = (("", candidate.plain), ("For it", candidate.speaks_for), ("Against it", candidate.speaks_against))
-            notes += [Note(f"{text}.", name or candidate.name * (len(shown) > 1)) for name, text in lines if text]
-        names = " or ".join(candidate.name for candidate in shown)
-        cards.append(Card(f"Candidate {place}: {names}", [*notes, Note(f"{describe_test(family)}.", "Test")]))
+        notes = []
+        for one in family.likely:
+            lines = (("", one.plain), ("For it", one.speaks_for), ("Against it", one.speaks_against))
+            notes += [Note(f"{text}.", name or one.name * (len(family.likely) > 1)) for name, text in lines if text]
+        names = " or ".join(one.name for one in family.likely)
+        cards.append(Card(f"Candidate {place}: {names}", [*notes, Note(f"{family.test}.", "Test")]))
     return cards
 
 
 def _size(diagnosis: Diagnosis) -> Section:
-    size = diagnosis.measured.size
-    beyond = outside(size)
+    size, beyond = diagnosis.measured.size, diagnosis.answer.outside
     rows: list[tuple[Cell, str, str, Cell]] = []
-    for key in [*FIGURES, *(key for key in beyond if key not in FIGURES)]:
-        if key in size.mismatch:
-            name, meaning = FIGURES.get(key, (key, ""))
-            healthy = Cell(band_text(f"mismatch/{key}"), tone=TONES[judge(f"mismatch/{key}", size.mismatch[key])])
-            interval = interval_of(size, key) or "no interval"
-            rows.append((Cell(name, note=meaning), figure(size, key), interval, healthy))
+    for key in dict.fromkeys((*FIGURES, *beyond)):
+        if (one := diagnosis.answer.figures.get(key)) is not None:
+            healthy = Cell(one.healthy, tone=TONES[one.judged])
+            rows.append((Cell(one.name, note=one.meaning), one.value, one.interval or "no interval", healthy))
     marked = f"{len(beyond)} are outside their healthy ranges, marked in the table" if beyond else "all are healthy"
     tone, text = diagnosis.answer.mean_ratio
     parts: list[Part] = [
@@ -149,7 +146,7 @@ def top_tokens(diagnosis: Diagnosis) -> list[Sequence[str | Cell]]:
             diagnosis.texts.get(int(ids[index]), ""),
             f"{int(view.count[index]):,}",
             format_percent(tokens[index]),
-            _bar(format_percent(k3[index]), k3[index]),
+            _bar(k3[index]),
             format_number(view.k3[index]),
             format_signed(view.log_ratio_mean[index]),
         )
@@ -157,8 +154,9 @@ def top_tokens(diagnosis: Diagnosis) -> list[Sequence[str | Cell]]:
     ]
 
 
-def _bar(text: str, share: float) -> Cell:
-    return Cell(text, share=min(max(share, 0.0), 1.0) if math.isfinite(share) else 0.0)
+def _bar(value: float, form: Callable[[float], str] = format_percent, most: float = 1.0) -> Cell:
+    """Returns a number with a bar, which is full where the number is `most`."""
+    return Cell(form(value), share=min(max(value / most, 0.0), 1.0) if math.isfinite(value) else 0.0)
 
 
 def _kind(diagnosis: Diagnosis) -> Section:
@@ -185,10 +183,10 @@ def _advice(diagnosis: Diagnosis) -> Section:
         (
             outcome.preset,
             f"{overrides_text(outcome.overrides) or 'published'}{' (data)' if outcome.calibrated else ''}",
-            _bar(format_percent(outcome.kept), outcome.kept),
-            _bar(format_percent(outcome.changed), outcome.changed),
-            _bar(format_number(outcome.ess), outcome.ess),
-            _bar(format_number(outcome.bias), outcome.bias / most),
+            _bar(outcome.kept),
+            _bar(outcome.changed),
+            _bar(outcome.ess, format_number),
+            _bar(outcome.bias, format_number, most),
             Cell("recommended", tone="good") if outcome is best else outcome.note,
         )
         for outcome in diagnosis.outcomes

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from trimtab.diagnosis.figures import figure, range_text
+from trimtab.diagnosis.figures import Figure, range_text
 from trimtab.diagnosis.hotspots import FEWEST_SHARE, shares
 from trimtab.diagnosis.measure.trained_tokens import FEWEST_IN_GROUP
 from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
@@ -94,7 +94,7 @@ def _ranges(size: MismatchSize) -> Chart:
 
     return _panel(
         TEXTS["charts"]["ranges"],
-        f"k3 {figure(size, 'k3')}",
+        f"k3 {Figure.of(size, 'k3').value}",
         draw("Size of the mismatch", paint, size=(WIDTH, 1.9)),
         f"{range_text(size)}. Rounding of the stored log-probs alone causes {format_number(size.floor)}.",
     )
@@ -126,7 +126,7 @@ def _scatter(measured: Measured) -> Chart:
     off = float(counts[far].sum() / total) if total else math.nan
     return _panel(
         TEXTS["charts"]["scatter"],
-        f"Pearson r {figure(measured.size, 'pearson')}",
+        f"Pearson r {Figure.of(measured.size, 'pearson').value}",
         scatter_svg(counts),
         f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line.",
     )

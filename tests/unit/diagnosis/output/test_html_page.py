@@ -14,7 +14,6 @@ from tests.support.diagnosis_example import MISMATCH, compared, example, steps, 
 from tests.support.html_reader import Reader
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import outside
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.html_page import page, top_tokens, write_page
@@ -54,8 +53,7 @@ def test_every_figure_outside_its_range_is_in_a_table_that_a_phone_shows_whole(w
     [table] = re.findall(r"<h3>All figures</h3>.*?</table>", whole, re.DOTALL)
     assert re.findall(r"<th>(.*?)</th>", table) == ["figure", "value", "95% interval", "healthy"]
     marked = re.findall(r'<span class="tag warn">(.*?)</span>', table)
-    size = example().measured.size
-    assert sorted(marked) == sorted(outside(size).values())
+    assert sorted(marked) == sorted(example().answer.outside.values())
     assert f"{len(marked)} are outside their healthy ranges, marked in the table." in whole
     assert "table:not(:has(th:nth-child(5))) .tag { white-space: normal;" in whole
 
