@@ -21,14 +21,11 @@ from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.intervals import Interval, cluster_intervals
 from trimtab.text import format_number, format_percent
 
-TAIL = 0.01
-"""Share of the tokens that make up the tail: those with the largest log-ratios."""
-_FEWEST_CLUSTERS = 5
-"""Fewest clusters of a side for which intervals are given."""
+TAIL = 0.01  # share of the tokens that make up the tail: those with the largest log-ratios
+_FEWEST_CLUSTERS = 5  # fewest clusters of a side for which intervals are given
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
-_AGREE = ("exact", "rounding")
-"""Verdicts of a size without a mismatch."""
+_AGREE = ("exact", "rounding")  # verdicts of a size without a mismatch
 HEADS = ("", "A", "B", "A against B")
 
 

@@ -35,16 +35,11 @@ from trimtab.errors import Finding
 from trimtab.runs.metric_catalog import K3, judge
 from trimtab.text import format_count, format_number, format_percent
 
-WIDE = 3.0
-"""Ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1."""
-CLOSE = 1e-3
-"""A mean ratio this close to 1 is accepted, however narrow its interval is."""
-MOST_KNOWN = 3
-"""Largest number of known faults that is shown under a cause."""
-MOST_SPOTS = 3
-"""Largest number of hotspots that the answer names."""
-SHOWN = 3
-"""Number of families of candidates that the answer names."""
+WIDE = 3.0  # ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1
+CLOSE = 1e-3  # a mean ratio this close to 1 is accepted, however narrow its interval is
+MOST_KNOWN = 3  # largest number of known faults that is shown under a cause
+MOST_SPOTS = 3  # largest number of hotspots that the answer names
+SHOWN = 3  # number of families of candidates that the answer names
 PROOF = {
     "healthy": "",
     "proven": "Proven: {text}",

@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.advice import advise
+from trimtab.diagnosis.advice.rules import advise
 from trimtab.diagnosis.against import Comparison, against
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
@@ -79,19 +80,11 @@ def diagnose(
 
 
 def compare(
-    first: Sequence[str | Path],
-    second: Sequence[str | Path],
-    *,
-    framework: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    tokenizer: str | None = None,
-    on_progress: OnProgress | None = None,
-    redaction: Redaction | None = None,
+    first: Sequence[str | Path], second: Sequence[str | Path], *, redaction: Redaction | None = None, **options: Any
 ) -> tuple[Diagnosis, Comparison]:
     """Returns the diagnosis of `first`, and its comparison with `second`. Other arguments as for `diagnose`."""
-    shared = {"framework": framework, "columns": columns, "tokenizer": tokenizer, "on_progress": on_progress}
     prompts: dict[Hashable, int] = {}
-    one, two = (diagnose(paths, redaction=redaction, prompts=prompts, **shared) for paths in (first, second))
+    one, two = (diagnose(paths, redaction=redaction, prompts=prompts, **options) for paths in (first, second))
     names = [str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") for paths in (first, second)]
     return one, against(one, two, ("", "") if redaction else (names[0], names[1]))
 
@@ -117,13 +110,9 @@ def examine(
         if stated.lag is not None:
             tables = (_aged(table, stated.lag) for table in tables)
         measured = measure(_with_progress(tables, on_progress), log.summary, left_out=left_out)
-        origin = measured.origin
-        origin = replace(
-            origin,
-            settings=stated.settings or origin.settings,
-            assumes_current=origin.assumes_current and stated.lag is None,
-        )
-        measured = replace(measured, origin=origin)
+        settings = stated.settings or measured.origin.settings
+        assumes = measured.origin.assumes_current and stated.lag is None
+        measured = replace(measured, origin=replace(measured.origin, settings=settings, assumes_current=assumes))
         return measured if redaction is None else redaction.measured(measured), log.files
 
     whole, files = once()
@@ -137,8 +126,8 @@ def examine(
 
 def _aged(table: TokenTable, lag: int) -> TokenTable:
     """Returns the table with all tokens of that age."""
-    versions = np.zeros(table.tokens, dtype=np.int64), np.full(table.responses, lag, dtype=np.int64)
-    return replace(table, version=versions[0], proximal_version=versions[1])
+    version, ages = np.zeros(table.tokens, dtype=np.int64), np.full(table.responses, lag, dtype=np.int64)
+    return replace(table, version=version, proximal_version=ages)
 
 
 def _with_progress(tables: Iterable[TokenTable], on_progress: OnProgress) -> Iterator[TokenTable]:

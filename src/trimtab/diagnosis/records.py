@@ -258,10 +258,8 @@ class Measured:
     k3_before: float = 0.0
 
 
-PROVEN = 0.7
-"""Least confidence of a cause that undoing it proves."""
-UNPROVEN = 0.65
-"""Largest confidence of a cause of which only size and shape are known."""
+PROVEN = 0.7  # least confidence of a cause that undoing it proves
+UNPROVEN = 0.65  # largest confidence of a cause of which only size and shape are known
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
-_IDS = 1 << 20
-"""Largest vocabulary; ids beyond it, and negative ones, are all replaced by -1."""
+_IDS = 1 << 20  # largest vocabulary; ids beyond it, and negative ones, are all replaced by -1
 _NUMERICS = re.compile(r"(float|bfloat|int|uint|fp|mxfp|nvfp)\d+(_e\dm\d)?(_(static|dynamic))?|auto|none|[\d.e-]+")
 
 

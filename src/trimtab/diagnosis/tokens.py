@@ -13,8 +13,7 @@ from trimtab.corrections import divergences
 from trimtab.corrections.ratios import ratio_excess
 
 DECILES = 10
-MAX_ROUNDED_LOGP = 1e-4
-"""Largest value above 0 that is a logarithm of 1 with a rounding error."""
+MAX_ROUNDED_LOGP = 1e-4  # largest value above 0 that is a logarithm of 1 with a rounding error
 
 
 def k3(log_ratio: np.ndarray) -> np.ndarray:

@@ -1,5 +1,1 @@
 """Recommends a preset: what each would do to the data (preset_outcomes), and which one is chosen (rules)."""
-
-from trimtab.diagnosis.advice.rules import advise
-
-__all__ = ["advise"]

@@ -29,8 +29,7 @@ from trimtab.objectives.calibrate import Observed, bounds_of, calibrated
 
 _Weights = Callable[[Objective, float], Tensor]
 
-EQUAL_TOLERANCE = 1e-5
-"""Relative difference up to which two float32 weights count as equal."""
+EQUAL_TOLERANCE = 1e-5  # relative difference up to which two float32 weights count as equal
 
 NOTES = read_table("texts.toml")["presets"]
 """What the outcome of a preset assumes."""

@@ -21,14 +21,10 @@ from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcome, outcom
 from trimtab.diagnosis.records import MUST_FIX, Cause, Measured, PresetOutcome, Recommendation, read_table
 from trimtab.objectives.calibrate import bounds_of
 
-K3_FACTOR = 3.0
-"""A regime covers k3 up to this factor beyond the range of its runs."""
-LENGTH_FACTOR = 2.0
-"""The same for the mean length of responses: methods that read whole responses change with it."""
-NAMED = 4
-"""Number of methods that a sentence names."""
-OUTCOME_TOKENS = 100_000
-"""Most tokens that presets are tried on."""
+K3_FACTOR = 3.0  # a regime covers k3 up to this factor beyond the range of its runs
+LENGTH_FACTOR = 2.0  # the same for the mean length of responses: methods that read whole responses change with it
+NAMED = 4  # number of methods that a sentence names
+OUTCOME_TOKENS = 100_000  # most tokens that presets are tried on
 
 
 def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOutcome, ...], Recommendation]:
@@ -140,8 +136,7 @@ def covering(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float)
     return None, f"The comparison of tuned methods (docs/results, {regime.name}) does not cover this: {reason}."
 
 
-FEWEST_TOKENS = 100
-"""Fewest trained tokens for which the kind of mismatch is inferred."""
+FEWEST_TOKENS = 100  # fewest trained tokens for which the kind of mismatch is inferred
 
 ACCEPTED = 0.7
 """Share of tokens that a rule per response must keep: trust-region masking monitors 70% (arXiv 2512.23075)."""

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,7 +84,13 @@ def find_shifts(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     starts = [start for shift in shifts for start in shift.starts]
     name = "misaligned"
     if len(starts) > rows / 2:
-        name, evidence = "retokenized", f"{evidence}; {shift_starts_text(starts, rows)}"
+        common = int(np.argmax(np.bincount([turn for turn, _ in starts])))
+        positions = [position for turn, position in starts if turn == common]
+        name = "retokenized"
+        evidence += (
+            f"; the shift begins where turn {common + 1} begins (position {int(np.median(positions))}, median) in "
+            f"{len(positions)} of {rows} shifted responses"
+        )
     return [CauseMatch(name, evidence, rest, len(repaired), confidence(shifts[0].gain, MIN_GAIN))]
 
 
@@ -95,14 +100,17 @@ def _distance(tokens: LogprobPairs) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _Shift:
-    """An offset, its gain in nats, the number of responses `rows`, the repaired tokens and where the shift begins."""
+    """An offset, its gain in nats, the number of responses `rows` and the repaired tokens.
+
+    starts: where the shift of each response begins: the turn, from 0, and the position of its first trained token.
+    """
 
     offset: int
     gain: float
     rows: int
     inside: np.ndarray
     partner: np.ndarray
-    starts: list[ShiftStart]
+    starts: list[tuple[int, int]]
 
 
 class _Candidate(NamedTuple):
@@ -289,15 +297,8 @@ def _is_concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
     return tail > 6 * math.log(10)
 
 
-class ShiftStart(NamedTuple):
-    """Where the shift of one response begins: the turn, from 0, and the position of its first trained token."""
-
-    turn: int
-    position: int
-
-
-def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list[ShiftStart]:
-    """Returns the turns at which the shift begins in the responses `rows`; empty if it begins elsewhere.
+def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the turn, and its position, at which the shift begins in each of `rows`; empty if it begins elsewhere.
 
     score: (tokens,), how much closer the shifted partner is than the token's own value. For each response two
     hypotheses are compared by the score from a position to the end of the response: from its first token, and from the
@@ -319,18 +320,8 @@ def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray)
             continue
         best = new[np.argmax(rest[new])]
         later += float(rest[best])
-        found.append(ShiftStart(int(turn[best]), int(tokens.position[start + best])))
+        found.append((int(turn[best]), int(tokens.position[start + best])))
     return found if later >= whole + MIN_TURN_LEAD and later >= MIN_TURN_PART * anywhere else []
-
-
-def shift_starts_text(starts: Sequence[ShiftStart], rows: int) -> str:
-    """Describes the most common turn and its position; `rows`: number of shifted responses."""
-    common = int(np.argmax(np.bincount([start.turn for start in starts])))
-    positions = [start.position for start in starts if start.turn == common]
-    return (
-        f"the shift begins where turn {common + 1} begins (position {int(np.median(positions))}, median) in "
-        f"{len(positions)} of {rows} shifted responses"
-    )
 
 
 MIN_OWN_DISTANCE = 0.3  # nats between a response's two lists from which on it disagrees

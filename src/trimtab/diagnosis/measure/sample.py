@@ -15,8 +15,7 @@ from trimtab.runs.metric_catalog import k3_ranges
 from trimtab.text import short
 
 SAMPLE_TOKENS = 400_000
-LONGEST = SAMPLE_TOKENS // 8
-"""Longer responses are truncated to this many tokens, so that none fills the sample."""
+LONGEST = SAMPLE_TOKENS // 8  # longer responses are truncated to this many tokens, so that none fills the sample
 
 
 class Sample:

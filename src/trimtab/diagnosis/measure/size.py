@@ -33,10 +33,8 @@ from trimtab.objectives.state import Metrics
 from trimtab.runs.metric_catalog import k3_range
 
 _BIAS = 127
-_DECIMALS = 6
-"""Largest number of decimals that is coarser than float32."""
-_MIN_VALUES = 20
-"""Fewest nonzero values on a coarse grid for it to be detected."""
+_DECIMALS = 6  # largest number of decimals that is coarser than float32
+_MIN_VALUES = 20  # fewest nonzero values on a coarse grid for it to be detected
 _FIRST_PART = 4096  # values tested first, which rule out most grids
 
 
@@ -94,11 +92,9 @@ def rounding_floor(columns: Mapping[str, RoundingDetector]) -> tuple[float, str]
     return value, f"{stored}: rounding alone makes a k3 of {value:.1e}"
 
 
-CLUSTERS = 2048
-"""Largest number of clusters that are resampled; more are merged evenly."""
+CLUSTERS = 2048  # largest number of clusters that are resampled; more are merged evenly
 STEPS = 200
-_ENOUGH = 30.0
-"""Smallest effective number of sequences for which the interval of a mean of products is given."""
+_ENOUGH = 30.0  # smallest effective number of sequences for which the interval of a mean of products is given
 
 _SHARE = (torch.logit, torch.sigmoid)
 _POSITIVE = (torch.log, torch.exp)
@@ -233,8 +229,7 @@ _FEWEST_FRESH = 100
 _NEAR = 5  # bins next to each other in which tokens of age 0 are sought before a bin counts as having none
 _MAX_UNMATCHED = 0.05
 """Largest share of k3 in bins without tokens of age 0, which are compared with the nearest bins that have some."""
-_SMALLEST, _LARGEST = -10, 4
-"""Range of -log p, as powers of two."""
+_SMALLEST, _LARGEST = -10, 4  # range of -log p, as powers of two
 _COARSER = 3  # bits of `octave` given up: 4 bins a factor of two instead of 32
 _BINS = ((_LARGEST - _SMALLEST) << (5 - _COARSER)) + 1
 _NAMES = ("mismatch", "staleness")

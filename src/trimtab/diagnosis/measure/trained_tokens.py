@@ -18,8 +18,7 @@ from trimtab.corrections.statistics import RatioStatistics
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
 
-FEWEST_IN_GROUP = 20
-"""Fewest tokens of a bin for which its 2nd and 98th percentile are computed."""
+FEWEST_IN_GROUP = 20  # fewest tokens of a bin for which its 2nd and 98th percentile are computed
 PER_DECADE, DECADES = 3, 5
 
 _RATE = 5  # bits of the mantissa that tell bins apart

@@ -24,8 +24,7 @@ from trimtab.diagnosis.measure.trained_tokens import (
 from trimtab.diagnosis.records import View
 from trimtab.diagnosis.tokens import DECILES, TokenTable
 
-MOST_SHOWN = 20
-"""Largest number of token ids and of prompts in a view."""
+MOST_SHOWN = 20  # largest number of token ids and of prompts in a view
 _REACH = 3  # tokens either side of a turn's boundary
 _TURNS = 8
 _SINCE = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)  # first distance of each bin, in tokens

@@ -17,12 +17,9 @@ from trimtab.diagnosis.figures import FIGURES
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.text import code_span, format_number, format_percent, markdown_text, one_line
 
-LABEL = 10
-"""Smallest width of the labels on the terminal."""
-MISSING = 3
-"""Largest number of absent columns for which the terminal explains each."""
-MAIN = 5
-"""Number of figures in the table of Markdown, the first of `FIGURES`."""
+LABEL = 10  # smallest width of the labels on the terminal
+MISSING = 3  # largest number of absent columns for which the terminal explains each
+MAIN = 5  # number of figures in the table of Markdown, the first of `FIGURES`
 PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
 
 

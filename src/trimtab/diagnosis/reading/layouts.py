@@ -22,8 +22,7 @@ ROW_ROLES = (
 ROLES = TOKEN_ROLES + ROW_ROLES
 VERSIONS = ("policy_version", "proximal_version")
 """Roles that are also read under these names in the files of every framework: few write them, and users add them."""
-EITHER_SHAPE = ("policy_version", "advantage")
-"""Roles that frameworks write per token or per response."""
+EITHER_SHAPE = ("policy_version", "advantage")  # roles that frameworks write per token or per response
 
 
 @dataclass(frozen=True)

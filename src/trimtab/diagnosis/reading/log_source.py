@@ -37,8 +37,7 @@ _FOLDERS = tuple(layout.folder for layout in LAYOUTS.values() if layout.folder)
 """Folders in which runs store their tokens."""
 _DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 """What `save_to_disk` of the library datasets writes beside its arrow files."""
-_NEMO_RL = "train_data_step"
-"""How the files of NeMo-RL's training data begin."""
+_NEMO_RL = "train_data_step"  # how the files of NeMo-RL's training data begin
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
 _ARROW = (".arrow", ".feather")
 _CSV, _GZIP = (".csv",), ".gz"

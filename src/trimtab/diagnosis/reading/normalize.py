@@ -166,8 +166,7 @@ def response_span(tokens: TokenLists, trained: np.ndarray, layout: Layout) -> np
     return inside
 
 
-_MAX_MAGNITUDE = 1e6
-"""Magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf."""
+_MAX_MAGNITUDE = 1e6  # magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf
 _LOGPS = {name.removeprefix("logp_"): name for name in (*LOGPS[1:], "logp_rescored", "entropy")}
 _FLOATS = ("prompt_length", "reward", "advantage", "temperature", "top_p")
 _INTEGERS = {"ids": "response_ids", "version": "policy_version", "turn": "turn"}

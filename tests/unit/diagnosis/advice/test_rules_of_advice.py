@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import trimtab
-from trimtab.diagnosis.advice import advise
 from trimtab.diagnosis.advice.rules import (
     ACCEPTED,
     CONDITIONS,
@@ -21,6 +20,7 @@ from trimtab.diagnosis.advice.rules import (
     MapRegime,
     MethodResult,
     RuleInputs,
+    advise,
     choices,
     choose,
     load_map,
