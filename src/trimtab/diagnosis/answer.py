@@ -268,7 +268,6 @@ def read_text(origin: DataSummary) -> str:
 
 
 def _size_text(measured: Measured) -> str:
-    """Returns k3, what it means, and how far apart the probabilities of a token are."""
     size, difference = measured.size, measured.size.mismatch["abs_diff_mean"]
     by = f"{100 * math.expm1(difference):.2g}%" if difference < 0.4 else f"a factor of e^{difference:.2g}"
     apart = f"; the two probabilities of a token differ by {by} on average" if math.isfinite(difference) else ""
@@ -277,7 +276,6 @@ def _size_text(measured: Measured) -> str:
 
 
 def _masked_text(origin: DataSummary) -> str:
-    """Describes the responses that the trainer masks out of its loss; empty without any."""
     if (masked := origin.masked) is None:
         return ""
     return (
@@ -308,7 +306,6 @@ def mean_ratio_text(size: MismatchSize) -> tuple[str, str]:
 
 
 def _split_text(measured: Measured) -> str:
-    """Describes the split of the drift into mismatch and staleness, or why it is unknown."""
     split = measured.split
     if not split.separable or split.mismatch is None or split.staleness is None:
         return f"mismatch and staleness are not separable: {split.why}"

@@ -125,7 +125,6 @@ def examine(
 
 
 def _aged(table: TokenTable, lag: int) -> TokenTable:
-    """Returns the table with all tokens of that age."""
     version, ages = np.zeros(table.tokens, dtype=np.int64), np.full(table.responses, lag, dtype=np.int64)
     return replace(table, version=version, proximal_version=ages)
 

@@ -12,7 +12,6 @@ import torch
 from trimtab.corrections import divergences
 from trimtab.corrections.ratios import ratio_excess
 
-DECILES = 10
 MAX_ROUNDED_LOGP = 1e-4  # largest value above 0 that is a logarithm of 1 with a rounding error
 
 
@@ -103,11 +102,6 @@ class TokenTable:
         """The position of each token in its response (tokens,)."""
         return np.arange(self.tokens) - self.at_tokens(self.starts[:-1])
 
-    @property
-    def decile(self) -> np.ndarray:
-        """The tenth of its response that each token lies in, 0 to 9: ⌊10 i / T⌋ for token i (from 0) of T."""
-        return DECILES * self.position // self.at_tokens(self.lengths)
-
     @cached_property
     def age(self) -> np.ndarray | None:
         """The number of updates between the weights that sampled each token and the trainer's; None if unknown."""
@@ -157,7 +151,6 @@ class TokenTable:
             first = last
 
     def _taken(self, starts: np.ndarray, responses: np.ndarray | slice, tokens: np.ndarray | slice) -> TokenTable:
-        """Returns the responses and tokens at these indices as a table."""
         chosen = {name: values[responses if name in _PER_RESPONSE else tokens] for name, values in self.columns.items()}
         return replace(self, starts=starts, **chosen)
 

@@ -69,11 +69,6 @@ class AdviceData:
         """The number of trained tokens."""
         return int(self.logps.mask.sum())
 
-    @property
-    def known(self) -> bool:
-        """Whether the sign of every advantage is known."""
-        return bool((self.sign != 0).all())
-
     @cached_property
     def observed(self) -> Observed:
         """The samples that bounds are calibrated from."""
@@ -90,7 +85,6 @@ class AdviceData:
 
     @property
     def _sides(self) -> tuple[Tensor, Tensor]:
-        """The log-probs of trainer and sampler."""
         return self.logps.required("proximal", "advice"), self.logps.required("behavior", "advice")
 
 
@@ -165,7 +159,7 @@ def _outcome(data: AdviceData, free: _Weights, preset: str, bounds: Mapping[str,
     built = objective(preset, **bounds)
     # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
     depends_on_sign = built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
-    signs = (1.0, -1.0) if depends_on_sign and not data.known else (1.0,)
+    signs = (1.0, -1.0) if depends_on_sign and (data.sign == 0).any() else (1.0,)
     shares = [_shares(built, data, sign, free(unbounded(built), sign)) for sign in signs]
     kept, changed, ess, bias = np.mean(shares, axis=0).tolist()
     averaged = "the sign of the advantage matters: mean of both where it is unknown or 0" if len(signs) == 2 else ""

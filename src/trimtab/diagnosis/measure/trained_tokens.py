@@ -270,10 +270,6 @@ class Groups:
     def count(self) -> np.ndarray:
         return self.sums[:, 0].astype(np.int64)
 
-    @property
-    def k3_sums(self) -> np.ndarray:
-        return self.sums[:, 3]
-
     def view(
         self, name: str, labels: Sequence[str], rows: np.ndarray, envelope: np.ndarray | None = None, **others: Any
     ) -> View:

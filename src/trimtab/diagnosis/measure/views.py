@@ -22,9 +22,10 @@ from trimtab.diagnosis.measure.trained_tokens import (
     probability_bin,
 )
 from trimtab.diagnosis.records import View
-from trimtab.diagnosis.tokens import DECILES, TokenTable
+from trimtab.diagnosis.tokens import TokenTable
 
 MOST_SHOWN = 20  # largest number of token ids and of prompts in a view
+DECILES = 10
 _REACH = 3  # tokens either side of a turn's boundary
 _TURNS = 8
 _SINCE = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)  # first distance of each bin, in tokens
@@ -83,6 +84,11 @@ def _probabilities() -> list[str]:
     return [f"below {ends[1]}", *(f"{low} - {high}" for low, high in itertools.pairwise(ends[1:]))]
 
 
+def _decile(tokens: TrainedTokens) -> np.ndarray:
+    table = tokens.table
+    return tokens.at_tokens(DECILES * table.position // table.at_tokens(table.lengths))
+
+
 def _around_boundary(tokens: TrainedTokens) -> np.ndarray:
     after, before = tokens.around_turns
     group = np.where(before >= -_REACH, before + _REACH, 2 * _REACH + 1)
@@ -119,7 +125,7 @@ AXES = (
     ),
     Axis(
         "position",  # untrained tokens count as places
-        lambda tokens: tokens.at_tokens(tokens.table.decile),
+        _decile,
         [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(DECILES)],
         np.linspace(0.0, 1.0, DECILES + 1),
         is_whole=True,
@@ -182,9 +188,9 @@ class TokenIdView:
     def view(self, sample: TokenTable) -> View | None:
         if not len(self._groups.sums) or sample.ids is None:
             return None
-        top = _with_most_k3(self._groups)
+        top, share = _with_most_k3(self._groups)
         labels = ["other" if number == self._LARGEST else str(number) for number in top]
-        columns = {"id": np.where(top == self._LARGEST, -1, top), "share": _share_of_k3(self._groups)[top]}
+        columns = {"id": np.where(top == self._LARGEST, -1, top), "share": share}
         log = (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
         envelope = _envelope(self._known(sample.ids[sample.mask]), log, top, FEWEST_IN_GROUP)
         note = f"percentiles are of the sample, where it has {FEWEST_IN_GROUP} such tokens"
@@ -208,8 +214,8 @@ def prompt_view(sample: TokenTable) -> View | None:
     prompt = of_response[tokens.rows]
     groups = Groups(int(prompt.max()) + 1, bins=0)
     groups.add(prompt, tokens)
-    top = _with_most_k3(groups)
-    columns = {"number": top, "responses": np.bincount(of_response)[top], "share": _share_of_k3(groups)[top]}
+    top, share = _with_most_k3(groups)
+    columns = {"number": top, "responses": np.bincount(of_response)[top], "share": share}
     size = np.log(tokens.over(tokens.size) / tokens.lengths + 1e-9)
     part = max(explained(size, of_response, least=2), 0.0)
     note = f"the prompt decides {part:.0%} of the variance of the size of its responses' errors"
@@ -217,15 +223,11 @@ def prompt_view(sample: TokenTable) -> View | None:
     return groups.view("prompt", [str(one) for one in top], top, columns=columns, envelope=envelope, note=note)
 
 
-def _with_most_k3(groups: Groups) -> np.ndarray:
-    """Returns the groups with the largest sums of k3, largest first, ties by number."""
-    used = np.flatnonzero(groups.count)
-    return used[np.argsort(-groups.k3_sums[used], kind="stable")[:MOST_SHOWN]]
-
-
-def _share_of_k3(groups: Groups) -> np.ndarray:
-    k3 = groups.k3_sums
-    return k3 / k3.sum() if k3.sum() > 0 else np.zeros(len(k3))
+def _with_most_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the groups with the largest sums of k3, largest first, ties by number, and their shares of all k3."""
+    used, k3 = np.flatnonzero(groups.count), groups.sums[:, 3]
+    top = used[np.argsort(-k3[used], kind="stable")[:MOST_SHOWN]]
+    return top, k3[top] / k3.sum() if k3.sum() > 0 else np.zeros(len(top))
 
 
 def _envelope(group: np.ndarray, log: np.ndarray, top: np.ndarray, fewest: int) -> np.ndarray:

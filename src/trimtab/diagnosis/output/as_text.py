@@ -131,7 +131,6 @@ def versions() -> str:
 
 
 def _data(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Returns what was read, what is odd about it, and how it was sampled."""
     measured, origin = diagnosis.measured, diagnosis.measured.origin
     return [
         ("read", f"{diagnosis.answer.read}; trainer's log-probs of the {origin.anchor} policy"),

@@ -223,7 +223,6 @@ def _read(diagnosis: Diagnosis) -> Section:
 
 
 def _against(comparison: Comparison) -> list[Part]:
-    """Returns the verdict about both diagnoses, and their figures."""
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
     note = f"{names}Intervals: {against.paired_text(comparison)}."
     figures = against.figures(comparison)[:-1]  # the first cause of each is in the verdict

@@ -162,7 +162,6 @@ def _k3_over_steps(steps: np.ndarray, k3: np.ndarray, floor: float) -> Chart:
 
 
 def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Chart:
-    """Draws the effective sample size, one curve per kind of weight."""
 
     def paint(axes: Axes) -> None:
         for index, (name, values) in enumerate(curves.items()):
@@ -220,7 +219,6 @@ def _chart(view: View, measured: Measured, texts: Mapping[str, str]) -> Chart:
 
 
 def _ends(view: View, values: np.ndarray, bins: np.ndarray) -> str:
-    """Returns the values of the first and the last of the bins."""
     ends = (bins[0], bins[-1]) if len(bins) else (0, len(view.labels) - 1)
     return ", ".join(f"{format_signed(values[end])} at {view.labels[end]}" for end in ends)
 

@@ -42,14 +42,20 @@ class ArrowFile:
                 part: dict[str, pa.Array] = {}
                 for role, name in columns.items():
                     column = rows.column(outer[name])
-                    self._check_lengths(name, column)
+                    if is_list(column.type):
+                        longest = pc.call_function("max", [list_lengths(column)]).as_py() or 0
+                        if longest > limit(MAX_RESPONSE):
+                            raise too_long(self.path, name, longest, 1, limit(MAX_RESPONSE))
                     part[role] = column if name in names else _inside(column, name.partition(".")[2])
                 yield to_batch(part, range(first, first + rows.num_rows))
                 first += rows.num_rows
 
     def _parts(self, file: _Opened, names: Sequence[str], behavior: str, tokens: int) -> Iterator[pa.RecordBatch]:
         if isinstance(file, pq.ParquetFile):
-            self._check_compression(file.metadata, behavior)
+            for rows, leaf in _leaves(file.metadata, behavior):
+                if leaf.num_values > max(limit(MAX_ROW_VALUES), 64 * leaf.total_compressed_size):
+                    # Log-probs do not compress that far: one of the rows may hold nearly all of the values.
+                    raise too_long(self.path, behavior, leaf.num_values, rows, limit(MAX_ROW_VALUES))
             leaves = [leaf for name in names for leaf in _leaves(file.metadata, name)]
             longest = max([1.0, *(leaf.num_values / rows for rows, leaf in leaves)])  # mean of the longest lists
             size = min(max(1, int(tokens / longest)), _MAX_ROWS)
@@ -60,18 +66,6 @@ class ArrowFile:
             batch.validate(full=True)  # offsets beyond the file would be read as they are
             size = max(1, batch.num_rows * tokens * 4 // max(1, batch.column(behavior).nbytes))
             yield from (batch.slice(start, size) for start in range(0, batch.num_rows, size))
-
-    def _check_lengths(self, name: str, column: pa.Array) -> None:
-        if is_list(column.type):
-            longest = pc.call_function("max", [list_lengths(column)]).as_py() or 0
-            if longest > limit(MAX_RESPONSE):
-                raise too_long(self.path, name, longest, 1, limit(MAX_RESPONSE))
-
-    def _check_compression(self, metadata: pq.FileMetaData, behavior: str) -> None:
-        for rows, leaf in _leaves(metadata, behavior):
-            if leaf.num_values > max(limit(MAX_ROW_VALUES), 64 * leaf.total_compressed_size):
-                # Log-probs do not compress that far: one of the rows may hold nearly all of the values.
-                raise too_long(self.path, behavior, leaf.num_values, rows, limit(MAX_ROW_VALUES))
 
     @contextmanager
     def _opened(self) -> Iterator[_Opened]:

@@ -273,7 +273,6 @@ def _lists(cells: Sequence[Any]) -> pa.ListArray:
 
 
 def _faults(role: str, lists: pa.Array, column: Column) -> dict[str, dict[int, str]]:
-    """Returns the rows without a list, by reason."""
     absent, wrong, single = f"no {role}", f"{role} {NO_LIST}", f"{role} is {ONE_NUMBER}"
     found: dict[str, dict[int, str]] = {absent: {}, wrong: {}, single: {}}
     for row in np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False)).tolist():

@@ -311,7 +311,6 @@ def _table(
 
 
 def _mean(values: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the mean over the trained tokens of each response (responses,)."""
     row = np.repeat(np.arange(len(lengths)), lengths)
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.bincount(row, weights=np.where(trained, values.astype(np.float64), 0), minlength=len(lengths))
