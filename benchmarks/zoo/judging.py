@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes.candidates import families
-from trimtab.diagnosis.measure.sample import rescored_sides
+from trimtab.diagnosis.measure.one_pass import rescored_sides
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured

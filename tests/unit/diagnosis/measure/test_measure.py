@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.token_tables import noisy, pieces, table, values, whole
 
-from trimtab.diagnosis.measure.sample import Sample
+from trimtab.diagnosis.measure.one_pass import Sample
 from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.token_tables import table, whole
 
-from trimtab.diagnosis.measure.sample import batch_findings
+from trimtab.diagnosis.measure.one_pass import batch_findings
 from trimtab.diagnosis.tokens import TokenTable
 
 GROUPS, SIZE, LENGTH = 12, 4, 20

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trimtab.diagnosis.measure.sample import rescored_sides
+from trimtab.diagnosis.measure.one_pass import rescored_sides
 from trimtab.diagnosis.tokens import TokenTable
 
 
