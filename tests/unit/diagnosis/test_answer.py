@@ -390,3 +390,23 @@ def test_texts_are_those_of_roles_views_and_figures() -> None:
     assert set(texts["missing"]) <= set(ROLES)
     assert set(texts["figures"]) <= {*MISMATCH, "ppl_train"}
     assert all(row.keys() >= {"title", "reading"} for part in ("views", "charts") for row in texts[part].values())
+
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = runpy.run_path(str(ROOT / "docs" / "detection.py"))
+
+
+def test_the_table_has_every_threshold_with_its_meaning() -> None:
+    rows = SCRIPT["thresholds"]()
+    assert len(rows) > 130
+    assert all(meaning for _, _, _, meaning, _ in rows)
+    assert SCRIPT["markdown"]().count("\n") == len(rows) + 1
+
+
+def test_every_number_of_a_detector_is_in_the_table_or_has_a_docstring() -> None:
+    for path in SCRIPT["FILES"]:
+        source = path.read_text(encoding="utf-8")
+        numbers = set(re.findall(r"^([A-Z][A-Z0-9_]*) = -?[\d.]", source, flags=re.MULTILINE))
+        listed = {match[1] for match in SCRIPT["LINE"].finditer(source)}
+        described = set(re.findall(r'^([A-Z][A-Z0-9_]*) = .*\n"""', source, flags=re.MULTILINE))
+        assert numbers - listed - described == set(), path.name

@@ -150,14 +150,12 @@ def _of_pairs(tokens: LogprobPairs) -> Iterator[Sign]:
 
 def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
     rms = usual_rms(undecided.shift)
-    low, high = QUANTIZED["eight bits"][0], QUANTIZED["four bits"][1]
-    name = "size-small" if rms < low else "size-coarse" if rms <= high else "size-large"
-    given = {
-        "size-small": "no more than 16-bit arithmetic gives",
-        "size-coarse": "within what weights of 8 or 4 bits give",
-        "size-large": "more than weights of 4 bits give",
-    }
-    yield name, f"logits differ by {rms:.2g} (root mean square), {given[name]}"
+    name, given = "size-large", "more than weights of 4 bits give"
+    if rms < QUANTIZED["eight bits"][0]:
+        name, given = "size-small", "no more than 16-bit arithmetic gives"
+    elif rms <= QUANTIZED["four bits"][1]:
+        name, given = "size-coarse", "within what weights of 8 or 4 bits give"
+    yield name, f"logits differ by {rms:.2g} (root mean square), {given}"
 
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
@@ -169,14 +167,9 @@ def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
         yield "no-direction", "the probability of a token does not decide where its logit moves"
         return
     scale = robust_scale(undecided.shift)
-    y = np.clip(undecided.shift, -FAR * scale, FAR * scale)
-    x = 0.5 * (undecided.shift + 2 * logit(undecided.behavior))
-    x = (x - x.mean()) / max(float(x.std()), 1e-12)
-    y = y - y.mean()
-    line = float(x @ y / (x @ x))
+    shift = np.clip(undecided.shift, -FAR * scale, FAR * scale)
     moved = f"the probability decides {part:.0%} of where logits move"
-    on_line = line**2 * float(x @ x) / float(y @ y)
-    if on_line < MAX_LOOSE:
+    if correlation(undecided.shift / 2 + logit(undecided.behavior), shift) ** 2 < MAX_LOOSE:
         yield "loose", f"{moved}, but along no line"
     else:
         yield "straight", f"{moved}, in proportion to them"
@@ -363,7 +356,6 @@ def families(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 
 def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:
-    """Returns the candidate with the sign that speaks most for it, and the one that speaks most against it."""
     weights = [{name: part[name] for name in part if name in signs} for part in (kind.speaks_for, kind.speaks_against)]
     odds = math.exp(kind.prior + sum(weights[0].values()) - sum(weights[1].values()))
     strongest, opposed = (signs[max(part, key=lambda name: part[name])] if part else "" for part in weights)

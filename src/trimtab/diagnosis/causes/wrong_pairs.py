@@ -3,14 +3,10 @@
 Shifts (`find_shifts`). For every offset s the score of a token is min(|b_t - p_t|, 3) - min(|b_t - p_(t+s)|, 3): how
 much closer the trainer's log-prob at the neighbor is than that at the token itself. On aligned data it is negative on
 average and the maximal sum over a stretch of a response is near 0; on a shifted stretch the sum is the whole
-difference. A shift is reported when its stretches gain enough, also against the other offsets, and the shifted
-log-probs agree far better. Where responses have different shifts, each is decided separately and needs a closer fit;
-where responses are too short or too certain for either, the score over all tokens decides.
-
-The stretches are repaired, so that other causes stay detectable, and the remaining responses are searched again, since
-they may have another shift. A shift that begins at a later turn is `retokenized`: the text has another number of tokens
-when it is encoded again, and every later token is paired with a neighbor's log-prob while the first turn fits
-(`find_shift_starts`). Any other is `misaligned`.
+difference. The stretches are repaired, and the remaining responses are searched again, since they may have another
+shift. One that begins at a later turn is `retokenized`: the text has another number of tokens when it is encoded again,
+and every later token is paired with a neighbor's log-prob while the first turn fits (`find_shift_starts`). Any other is
+`misaligned`.
 
 Jumps (`find_retokenized`). Text that was decoded and encoded again gives the trainer other tokens than were sampled, at
 few positions, mostly at boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few usual sizes.

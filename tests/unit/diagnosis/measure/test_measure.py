@@ -1,10 +1,10 @@
-"""The pass as a whole: any cut of the data into tables gives the same, bad streams are refused; its even sample."""
+"""The pass as a whole: any cut of the data into tables gives the same; its even sample, and what that shows."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.token_tables import noisy, pieces, table, values, whole
 
-from trimtab.diagnosis.measure.one_pass import Sample
+from trimtab.diagnosis.measure.one_pass import Sample, batch_findings, rescored_sides
 from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -125,3 +125,117 @@ def test_huge_responses_are_cut_and_leave_space_for_others() -> None:
 def test_chunks_of_other_columns_are_refused() -> None:
     with pytest.raises(TrimtabError, match=r"different columns \(ids only in some\)"):
         drawn([table([[0.0]]), table([[0.0]], ids=[[1]])], tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "shared", "side"),
+    [
+        (0.5, 0.03, 0.0, "sampler"),
+        (0.03, 0.5, 0.0, "trainer"),
+        (0.5, 0.5, 0.0, "both"),
+        (0.03, 0.04, 0.0, "neither"),
+        (0.05, 0.001, 0.0, "sampler"),  # beyond 16 bits, and on one side only
+        (0.03, 0.001, 0.0, "neither"),  # within them, if on one side only
+        (0.1, 0.1, 1.0, "other"),
+    ],
+)
+def test_the_side_that_differs_from_the_rescored_column(
+    sampler: float, trainer: float, shared: float, side: str
+) -> None:
+    """Gaussian differences, of which k3 is about half the square, from a column that both may be far from."""
+    rng = np.random.default_rng(0)
+    rescored = (-3 - rng.random(3000)).astype(np.float32)
+    away = shared * rng.normal(size=3000)
+    behavior, proximal = (rescored + away + spread * rng.normal(size=3000) for spread in (sampler, trainer))
+    table = TokenTable(
+        starts=np.arange(0, 3001, 30),
+        mask=np.ones(3000, dtype=np.bool_),
+        behavior=behavior.astype(np.float32),
+        proximal=proximal.astype(np.float32),
+        rescored=rescored,
+    )
+    found = rescored_sides(table)
+    assert ("other" if found.is_other_model else found.side) == side
+    if not shared:
+        assert found.sampler.value == pytest.approx(sampler**2 / 2, rel=0.3)
+        assert found.trainer.low < found.trainer.value < found.trainer.high
+    assert rescored_sides(replace(table, rescored=None)) is None
+
+
+GROUPS, SIZE, LENGTH = 12, 4, 20
+DRAWN = -np.random.default_rng(1).random((GROUPS * SIZE, LENGTH))
+
+
+def responses(different: int, logp: Any = -1.0, **columns: Any) -> TokenTable:
+    """GROUPS prompts with SIZE responses each, of which `different` are."""
+    texts = np.random.default_rng(0).integers(0, 1000, (GROUPS, SIZE, LENGTH))
+    texts = texts[:, np.arange(SIZE) % different].reshape(-1, LENGTH)
+    group = np.repeat(np.arange(GROUPS), SIZE)
+    none = np.zeros((GROUPS * SIZE, LENGTH)).tolist()
+    return table(none, ids=texts.tolist(), behavior=logp, group=group, **columns)
+
+
+def ended(before: int, logp: Any) -> TokenTable:
+    """Responses that end with one of `before` ids, and then with id 7, which is not trained."""
+    sound = responses(SIZE, logp)
+    left = LENGTH - sound.position
+    ids = np.where(left == 1, 7, np.where(left == 2, sound.row % before, sound.ids))
+    return replace(sound, ids=ids, mask=left > 1)
+
+
+def test_copies_of_improbable_responses_are_counted() -> None:
+    (found,) = batch_findings(responses(2))
+    assert (found.status, found.name) == ("note", "repeated")
+    assert found.detail.startswith("24 of 48 responses repeat another one")
+    assert "its own seed" in found.next_step
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        *(responses(SIZE), responses(2, logp=-0.1), responses(2, step=np.tile([0, 0, 1, 1], GROUPS))),
+        *(ended(9, -1.0), ended(1, DRAWN)),
+    ],
+    ids=["all differ", "probable", "asked again in a later step", "end not drawn", "after an end that is trained"],
+)
+def test_other_copies_and_ends_are_not(sound: TokenTable) -> None:
+    assert list(batch_findings(sound)) == []
+
+
+def test_an_end_token_that_was_drawn_must_be_trained() -> None:
+    (found,) = batch_findings(ended(9, DRAWN))
+    assert (found.status, found.name) == ("note", "end token")
+    assert found.detail.startswith("in 48 of 48 responses the last token that the sampler drew")
+
+
+def rewards(*groups: tuple[float, ...]) -> np.ndarray:
+    return np.array([value for at in range(GROUPS) for value in groups[at % len(groups)]])
+
+
+REWARD = rewards((1, 0, 0, 1), (5, 5, 5, 5))
+CENTERED = rewards((1, -1, -1, 1), (0, 0, 0, 0))
+
+
+def names(advantage: np.ndarray, reward: np.ndarray = REWARD) -> list[str]:
+    return [one.detail for one in batch_findings(responses(SIZE, reward=reward, advantage=advantage))]
+
+
+def test_equal_rewards_with_advantages_are_named() -> None:
+    over_the_batch = (REWARD - REWARD.mean()) / REWARD.std()
+    (detail,) = names(over_the_batch)
+    assert detail.startswith("in 6 of 6 groups with equal rewards the advantages are not 0")
+
+
+def test_advantages_of_other_responses_are_named() -> None:
+    (detail,) = names(-CENTERED)
+    assert detail == "in 6 of 6 groups with different rewards larger rewards have smaller advantages"
+
+
+def test_sound_advantages_are_not_named() -> None:
+    assert names(CENTERED) == []
+    assert names(np.full(len(REWARD), np.nan)) == []
+    assert list(batch_findings(responses(SIZE, reward=REWARD))) == []
+
+
+def test_measuring_reports_it() -> None:
+    assert [one.name for one in whole(responses(2)).origin.findings] == ["repeated"]
