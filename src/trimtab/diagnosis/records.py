@@ -99,9 +99,9 @@ NOTHING_STATED = Stated()
 class Placeholder:
     """A constant in place of a log-prob, at one kind of place.
 
-    column: behavior, trainer or both. place: last (trained token of its
-    response), end, start, stretch (two and more in a row) or single. tokens, responses: how many. uncertain_only:
-    whether certain tokens share value and place, so that it is one only where the other side is uncertain.
+    column: behavior, trainer or both. place: last (trained token of its response), end, start, stretch (two and more in
+    a row) or single. tokens, responses: how many. uncertain_only: whether certain tokens share value and place, so that
+    it is one only where the other side is uncertain.
     """
 
     column: str

@@ -96,20 +96,11 @@ CLUSTERS = 2048  # largest number of clusters that are resampled; more are merge
 STEPS = 200
 _ENOUGH = 30.0  # smallest effective number of sequences for which the interval of a mean of products is given
 
-_SHARE = (torch.logit, torch.sigmoid)
-_POSITIVE = (torch.log, torch.exp)
 _SCALES: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "k1": (torch.clone, torch.clone),
-    "k2": _POSITIVE,
-    "k3": _POSITIVE,
-    "chi2_token": (torch.clone, torch.clone),
-    "ess_token": _SHARE,
-    "ratio_mean": _POSITIVE,
-    "ppl_ratio": _POSITIVE,
-    "ppl_train": _POSITIVE,
+    **dict.fromkeys(("k1", "chi2_token"), (torch.clone, torch.clone)),
+    **dict.fromkeys(("k2", "k3", "ratio_mean", "ppl_ratio", "ppl_train", "abs_diff_mean"), (torch.log, torch.exp)),
+    **dict.fromkeys(("ess_token", "ess_seq"), (torch.logit, torch.sigmoid)),
     "pearson": (torch.atanh, torch.tanh),
-    "abs_diff_mean": _POSITIVE,
-    "ess_seq": _SHARE,
 }
 """Transformations, and their inverses, that make a statistic nearly normal and keep intervals inside its range."""
 

@@ -40,8 +40,9 @@ def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
         if width is None:
             result.append(head + plain)
             continue
-        indents = {"initial_indent": head, "subsequent_indent": " " * len(head)}
-        result += textwrap.wrap(plain, max(width, 40), **indents, break_on_hyphens=False)
+        result += textwrap.wrap(
+            plain, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+        )
     return "\n".join(result)
 
 
