@@ -21,8 +21,7 @@ import numpy as np
 from trimtab.diagnosis.records import Settings
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, excess, k3
 
-MAX_LOGP = -1e-7
-"""The log-prob closest to 0 that float32 distinguishes from it; logits are clamped there."""
+MAX_LOGP = -1e-7  # the log-prob closest to 0 that float32 distinguishes from it; logits are clamped there
 
 UNDECIDED = (-5.0, -0.05)
 """Range of the mean log-prob of trainer and sampler in which both probabilities are precise and noise is visible."""
@@ -249,8 +248,7 @@ CONFIDENCE_OUTSIDE = 0.45  # where the mean ratio stays wrong; plus half the squ
 _LAMBDAS = np.array([0.01, 0.03, 0.1, 0.3, 0.8])
 UNSEEN_TOKENS = 3
 """Tokens with a large ratio that a sample may lack by chance (the 95% bound on a count of which none was seen)."""
-UNSEEN_FACTOR = 2
-"""How many times the largest excess that was seen theirs may be."""
+UNSEEN_FACTOR = 2  # how many times the largest excess that was seen theirs may be
 
 
 MeanIsOne = Literal["yes", "no", "unknown"]

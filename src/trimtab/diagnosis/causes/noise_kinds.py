@@ -53,8 +53,7 @@ APART = 4.0  # times as large in the responses that carry a difference as in tho
 
 QUANTIZED = {"eight bits": (0.13, 0.44), "four bits": (0.39, 2.0)}
 """Smallest and largest measured root mean square of logits, by the bits of weights (docs/reference-detection.md)."""
-PARTS = 8
-"""Number of parts, with equally many tokens, that depths and probabilities are split into."""
+PARTS = 8  # number of parts, with equally many tokens, that depths and probabilities are split into
 
 
 def objection(tokens: LogprobPairs, residual: Residual) -> str:

@@ -25,8 +25,7 @@ from trimtab.diagnosis.records import CAUSES, FINDINGS, UNPROVEN, Cause, Measure
 MAX_LEFT = 0.9  # part of k3 that a repair may leave
 MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
 
-MIN_TOKENS = 100
-"""Fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred."""
+MIN_TOKENS = 100  # fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred
 
 NOISES = ("precision", "quantized", "routing")
 STAGES: tuple[tuple[Detector, ...], ...] = (

@@ -45,10 +45,8 @@ WHOLE_Z = 6.0  # standard errors of the mean gain where no stretch is long enoug
 MIN_SURPRISE = 2.0  # nats of surprise that a response needs to show its shift
 
 OFFSETS = tuple(s for k in range(1, 9) for s in (k, -k))
-CAP = 3.0
-"""Nats: a difference beyond it counts as this much."""
-MAX_ROUNDS = 8
-"""Most offsets of one data set."""
+CAP = 3.0  # nats: a difference beyond it counts as this much
+MAX_ROUNDS = 8  # most offsets of one data set
 
 
 def find_shifts(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
@@ -328,8 +326,7 @@ MAX_FIT = 3.0  # times the usual distance that a response with the right list ma
 MAX_EQUAL = 0.05  # share of agreeing responses with equal lists above which equal lists say nothing
 MIN_OWN_SURPRISE = 3.0  # nats of surprise that a response needs to be told from others
 
-MAX_CANDIDATES = 500
-"""Most responses of one length that are compared with each other."""
+MAX_CANDIDATES = 500  # most responses of one length that are compared with each other
 
 
 def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
