@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 
 from trimtab.trainer.engines.request import Prefixes, validate_prefixes, validate_tokens
 from trimtab.trainer.engines.stopping import StopChecker
-from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TopTokens, TurnResult
+from trimtab.types import (
+    EXTERNAL_VERSION,
+    Completion,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TopTokens,
+    TurnHandler,
+    TurnResult,
+)
 
 TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
 
@@ -58,10 +67,10 @@ class DecodingRow:
         """The tokens of the last turn."""
         return self.ids[self.turn_start :] if self.turn_start else self.ids
 
-    def is_full(self, max_tokens: int, max_turn_tokens: int | None) -> bool:
-        """Whether the response, or its last turn, has as many tokens as it may have."""
-        full = max_turn_tokens is not None and len(self.ids) - self.turn_start >= max_turn_tokens
-        return full or len(self.ids) >= max_tokens
+    def room(self, max_tokens: int, max_turn_tokens: int | None) -> int:
+        """Returns how many tokens may follow, in the response and in its last turn."""
+        room = max_tokens - len(self.ids)
+        return room if max_turn_tokens is None else min(room, max_turn_tokens - (len(self.ids) - self.turn_start))
 
     def completion(self, version: int, stop: StopChecker) -> Completion:
         """Returns the whole response; tokens after the prefix carry `version`.
@@ -124,12 +133,21 @@ class DecodingRow:
                     values.pop()
         self.observation.clear()
 
+    def submit_turn(self, handler: TurnHandler | None, version: int, stop: StopChecker) -> None:
+        """Completes the response at a stop, or has the handler of its turns decide what follows."""
+        finish = "stop" if handler is None else handler.submit(self.prompt, self.sample, self.completion(version, stop))
+        if finish is None:
+            self.waiting = True
+        else:
+            self.finish, self.complete = finish, True
+
     def end_turn(self, result: TurnResult, max_tokens: int) -> None:
         """Applies what follows the last turn: the row has an observation to append, or is complete.
 
         Raises:
             ValueError: the observation is empty, or leaves no token of `max_tokens` to sample.
         """
+        self.waiting = False
         if result.finish_reason is not None:
             self.finish, self.complete = result.finish_reason, True
             return

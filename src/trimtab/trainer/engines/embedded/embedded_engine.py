@@ -26,7 +26,7 @@ from trimtab.trainer.engines.embedded.shared_prompt_decoder import LlamaBlocks, 
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
-from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
+from trimtab.trainer.engines.turn_exchange import TurnExchange
 from trimtab.trainer.engines.weight_transfer import SUMMED_WEIGHTS, WeightManifest, checksum
 from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import round_up
@@ -114,17 +114,16 @@ class EmbeddedEngine:
             validate_routes(prefixes, prompts, router_info(self._model))
         for row in rows:
             row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
-        exchange = resume_turns(turns, abort, rows, stop, self.policy_version, sampling)
+        exchange = TurnExchange(turns, abort, stop, self.policy_version, sampling)
+        exchange.resume(rows)
         record = record_routing(self._model) if self._routes else contextlib.nullcontext()
         with record as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
-                if abort is not None and abort.is_set():
+                if exchange.aborted:
                     break
                 recorder = None if tape is None else ExpertRecorder(tape)
                 decoder = self._decoder(batch, prompts, sampling.max_tokens, recorder)
-                loop = DecodingLoop(
-                    decoder, batch, sampling, stop, self.policy_version, exchange, abort, recorder, self._invariant
-                )
+                loop = DecodingLoop(decoder, batch, sampling, exchange, recorder, self._invariant)
                 loop.run()
                 self.prefilled_tokens += decoder.prefilled
                 self.decoded_tokens += loop.decoded
@@ -233,8 +232,7 @@ class DecodingLoop:
 
     Attributes:
         rows: in the order of the decoder's batch; those that are complete are removed from time to time.
-        version: policy version of the weights.
-        exchange: the turns of multi-turn responses. A row that waits for a result is not decoded.
+        exchange: ends rows and their turns. A row that waits for a result is not decoded.
         invariant: log-probs are those of the trainer's head.
         decoded: tokens run through the model so far.
     """
@@ -242,12 +240,9 @@ class DecodingLoop:
     decoder: Decoder
     rows: list[DecodingRow]
     sampling: SamplingParams
-    stop: StopChecker
-    version: int
-    exchange: TurnExchange | None = None
-    abort: AbortSignal | None = None
-    recorder: ExpertRecorder | None = None
-    invariant: bool = False
+    exchange: TurnExchange
+    recorder: ExpertRecorder | None
+    invariant: bool
     decoded: int = field(default=0, init=False)
 
     def run(self) -> None:
@@ -256,12 +251,9 @@ class DecodingLoop:
             sampled = self._sample(logits)
             decoded = [i for i, row in enumerate(self.rows) if row.active]
             self._append(sampled, decoded)
-            self._detect_ends([self.rows[i] for i in decoded])
-            if self.exchange is not None:
-                self.exchange.join(self.sampling.max_tokens, idle=not any(row.active for row in self.rows))
-            if all(row.complete for row in self.rows):
-                return
-            if self.abort is not None and self.abort.is_set():
+            self.exchange.detect_ends([self.rows[i] for i in decoded])
+            self.exchange.join(idle=not any(row.active for row in self.rows))
+            if all(row.complete for row in self.rows) or self.exchange.aborted:
                 return
             logits = self._step(self._remove_finished(sampled.ids))
 
@@ -280,18 +272,6 @@ class DecodingLoop:
         sampled = sample_tokens(logits, draws, self.sampling)
         return with_trainer_logps(sampled, logits, self.sampling.temperature) if self.invariant else sampled
 
-    def _detect_ends(self, rows: list[DecodingRow]) -> None:
-        """Completes the rows whose last token ends them, and submits the turns that it ends."""
-        max_turn_tokens = None if self.exchange is None else self.exchange.max_turn_tokens
-        rows = [row for row in rows if row.sampled[-1]]  # a stop in an observation ends nothing
-        for row, ended in zip(rows, self.stop.ended([row.turn_ids for row in rows]), strict=True):
-            if ended and self.exchange is not None:
-                self.exchange.submit(row, row.completion(self.version, self.stop))
-            elif ended:
-                row.finish, row.complete = "stop", True
-            else:
-                row.complete = row.is_full(self.sampling.max_tokens, max_turn_tokens)
-
     def _remove_finished(self, tokens: Tensor) -> Tensor:
         """Removes complete rows if they are many; returns the token that every remaining row is to run."""
         index = [i for i, row in enumerate(self.rows) if not row.complete]
@@ -300,7 +280,7 @@ class DecodingLoop:
             kept = torch.tensor(index, device=tokens.device)
             self.decoder.keep(kept)
             self.rows, tokens = [self.rows[i] for i in index], tokens[kept]
-        if self.exchange is not None:  # rows whose turn has just ended run its last token later
+        if self.exchange.handler is not None:  # rows whose turn has just ended run its last token later
             tokens = torch.tensor([row.ids[-1] for row in self.rows], device=tokens.device)
         return tokens
 

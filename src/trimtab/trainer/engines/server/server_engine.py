@@ -256,13 +256,10 @@ class CallResponses:
 
     def _request(self, row: DecodingRow) -> CompletionRequest:
         """Returns the request that continues a response."""
-        max_tokens = self.sampling.max_tokens - len(row.ids)
-        if self.turns is not None:
-            max_tokens = min(max_tokens, self.turns.max_turn_tokens - len(row.turn_ids))
         return CompletionRequest(
             name=f"{self.name}-{row.prompt}-{row.sample}-{len(row.ids)}",
             ids=(*self.prompts[row.prompt].ids.tolist(), *row.ids),
-            max_tokens=max_tokens,
+            max_tokens=self._room(row),
             seed=request_seed(self.seed, row.prompt, row.sample, len(row.ids)),
             sampling=self.sampling,
             stop_ids=self.stop_ids,
@@ -282,18 +279,16 @@ class CallResponses:
             row.append(token, logp if self.sampling.temperature > 0 else 0.0, math.nan, None)
         if end is not None or result.finish == "stop":
             return True
-        max_turn_tokens = None if self.turns is None else self.turns.max_turn_tokens
-        row.complete = result.finish == "length" or row.is_full(self.sampling.max_tokens, max_turn_tokens)
+        row.complete = result.finish == "length" or self._room(row) <= 0
         return False
+
+    def _room(self, row: DecodingRow) -> int:
+        return row.room(self.sampling.max_tokens, None if self.turns is None else self.turns.max_turn_tokens)
 
     async def _end_turn(self, row: DecodingRow, dispatch: RequestDispatch) -> None:
         """Completes a response at the end of its turn, or appends what follows the turn once that is known."""
-        if self.turns is None:
-            row.finish, row.complete = "stop", True
-            return
-        finish = self.turns.submit(row.prompt, row.sample, row.completion(self.version, self.stop))
-        if finish is not None:
-            row.finish, row.complete = finish, True
+        row.submit_turn(self.turns, self.version, self.stop)
+        if self.turns is None or row.complete:
             return
         while (result := self.turns.result(row.prompt, row.sample, 0.0)) is None:
             if dispatch.aborted:
