@@ -49,9 +49,8 @@ def train(
 
     The run directory is written by the first rank on its node, and must be visible to this process.
 
-    Raises:
-        TrimtabError: errors that the user can correct, including a rank that died.
-        Stopped: by Ctrl-C or SIGTERM, after the step in progress and its checkpoint.
+    Raises `TrimtabError` for what the user can correct, including a rank that died, and `Stopped` by Ctrl-C or SIGTERM,
+    after the step in progress and its checkpoint.
     """
     if launched_by_torchrun():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
@@ -252,7 +251,15 @@ class TrainerRank:
         """
         try:
             use_working_directory(folder)
-            self._set_rank_environment(rendezvous)
+            # As torchrun would set them. Ray shows an actor only its own device: local rank 0.
+            os.environ |= {
+                "RANK": str(self._rank),
+                "WORLD_SIZE": str(self._ranks),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": rendezvous[0],
+                "MASTER_PORT": str(rendezvous[1]),
+            }
             torch.set_num_threads(slots.trainers[self._rank].threads)
 
             def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
@@ -278,15 +285,3 @@ class TrainerRank:
     def stop(self, number: int) -> None:
         """Ends the run after the step in progress, like signal `number`."""
         self._stop.request(number)
-
-    def _set_rank_environment(self, rendezvous: tuple[str, int]) -> None:
-        """Sets the variables that torchrun would set. Ray shows an actor only its own device: local rank 0."""
-        host, port = rendezvous
-        os.environ |= {
-            "RANK": str(self._rank),
-            "WORLD_SIZE": str(self._ranks),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }

@@ -54,17 +54,14 @@ class DecodingRow:
 
     @property
     def prefix_length(self) -> int:
-        """The number of tokens of the prefix."""
         return 0 if self.prefix is None else len(self.prefix.response_ids)
 
     @property
     def active(self) -> bool:
-        """Whether the row is to be decoded."""
         return not self.complete and not self.waiting
 
     @property
     def turn_ids(self) -> list[int]:
-        """The tokens of the last turn."""
         return self.ids[self.turn_start :] if self.turn_start else self.ids
 
     def room(self, max_tokens: int, max_turn_tokens: int | None) -> int:
@@ -144,8 +141,7 @@ class DecodingRow:
     def end_turn(self, result: TurnResult, max_tokens: int) -> None:
         """Applies what follows the last turn: the row has an observation to append, or is complete.
 
-        Raises:
-            ValueError: the observation is empty, or leaves no token of `max_tokens` to sample.
+        Raises `ValueError` if the observation is empty, or leaves no token of `max_tokens` to sample.
         """
         self.waiting = False
         if result.finish_reason is not None:

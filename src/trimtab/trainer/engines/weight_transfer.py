@@ -76,9 +76,8 @@ class WeightManifest:
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the weights by their first names, each tied tensor once.
 
-        Raises:
-            TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
-                of one tied weight carry different values.
+        Raises `TrimtabError` if a name is missing, unknown or repeated, a shape differs, values are not finite, or two
+        names of one tied weight carry different values.
         """
         given: dict[str, Tensor] = {}
         for name, tensor in weights:
@@ -143,7 +142,11 @@ class SharedWeights:
 
 def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
     """Returns a copy of `weights` that other processes can map. Tied weights are stored once."""
-    descriptor = os.memfd_create("trimtab-weights") if hasattr(os, "memfd_create") else _temporary_file()
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("trimtab-weights")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
     try:
         return SharedWeights(descriptor, _write(descriptor, weights))
     except BaseException as error:
@@ -172,11 +175,6 @@ def require_all_loaded(missing: Iterable[Iterable[str]], engine: str) -> None:
             f"{engine} did not take over weight {names[0]!r} ({len(names)} in all): vLLM's model is not transformers'; "
             "use another engine for this model"
         )
-
-
-def _temporary_file() -> int:
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _write(descriptor: int, weights: Iterable[tuple[str, Any]]) -> list[Entry]:

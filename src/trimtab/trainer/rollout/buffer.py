@@ -67,11 +67,6 @@ class Buffer:
             self.halve_lag(halvings)
             self.changed.notify_all()
 
-    def reserve(self, count: int, version: int) -> GroupRange:
-        """Reserves the next `count` groups, to be generated while the trainer waits."""
-        with self.changed:
-            return self.schedule.reserve(count, version)
-
     def deliver(self, request: GroupRange, groups: Sequence[Group], stats: RolloutStats) -> None:
         """Adds scored groups, except those that the schedule has dropped in the meantime."""
         with self.changed:
@@ -99,11 +94,6 @@ class Buffer:
         """Whether any group of a running request is still live."""
         with self.changed:
             return any(self.schedule.contains(number) for number in request.numbers)
-
-    @property
-    def missing(self) -> int:
-        """Number of groups that the next batch still needs."""
-        return self.schedule.prompts - len(self.schedule.ready())
 
     def expire(self) -> None:
         """Drops groups that are too old for every later batch, and counts their responses as stale."""

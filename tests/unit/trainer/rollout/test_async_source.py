@@ -93,7 +93,7 @@ def test_random_environments_do_not_depend_on_how_requests_are_cut(desk: Open) -
     for requests in ([GroupRange(0, 4)], [GroupRange(0, 1), GroupRange(1, 3)]):
         seen.append({})
         for request in requests:
-            responses.respond(request, Scripted(), RolloutStats())
+            responses.respond(request, Scripted().generate, RolloutStats())
     assert len(set(seen[0].values())) == 4
     assert seen[0] == seen[1]
 
@@ -308,7 +308,7 @@ def test_a_buffer_for_one_sampler_is_empty_after_every_publication(desk: Open) -
 def test_what_older_weights_wrote_is_stale_after_a_publication(max_lag: int | None) -> None:
     """Without a lag too: a batch of groups without signal leaves groups over that were generated for it."""
     buffer = Buffer(TrainerConfig(prompts=2, samples=2, sync_every=3, max_lag=max_lag), single_behavior=True)
-    buffer.reserve(2, version=0)
+    buffer.schedule.reserve(2, version=0)
     for now, stale in ((2, 0), (3, 2 * 2)):
         buffer.schedule.wait(now)
         buffer.expire()
@@ -329,7 +329,7 @@ def test_aborted_episodes_are_not_asked_for_rewards(desk: Open, length: int, ask
             return 0.0
 
     one = desk(Scripted(), environment=Asked)
-    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length), RolloutStats())
+    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length).generate, RolloutStats())
     assert len(calls) == asked
 
 

@@ -102,7 +102,7 @@ class Pool(PrefixedResponses):
     engine: EmbeddedEngine = field(kw_only=True)
 
     def fill(self, prompts: Sequence[Prompt]) -> None:
-        self.refill(prompts, self.engine)
+        self.refill(prompts, self.engine.generate)
 
 
 def make(samples: int = 4, sampling: SamplingParams = SAMPLING, **config: Any) -> Pool:

@@ -52,10 +52,8 @@ class EmbeddedEngine:
     Args:
         dtype: of the copy. Rollouts in bfloat16 differ from a float32 trainer.
         quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
-        routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
-
-    Raises:
-        TrimtabError: `routes` for a model without known routers.
+        routes: completions hold the routed experts of each token (`types.Completion.routed_experts`). It is an error
+            for a model without known routers.
     """
 
     def __init__(
@@ -101,9 +99,6 @@ class EmbeddedEngine:
         completions of an aborted call, given as `prefixes` of a call with the same seed and weights, are continued with
         the tokens of the call without abort. This holds in float32 and with invariant numerics; otherwise the keys and
         values of a prefix are rounded slightly differently in bfloat16.
-
-        Raises:
-            TrimtabError: the arguments do not fit the model or each other; the model's logits are not finite.
         """
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
@@ -153,9 +148,7 @@ class EmbeddedEngine:
         """Copies named weights into the model, and quantizes them unless `as_is`; see `types.Engine`.
 
         Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
-
-        Raises:
-            TrimtabError: the weights are not those of the model (`WeightManifest.check`); then none is copied.
+        Raises `TrimtabError` if the weights are not those of the model (`WeightManifest.check`); then none is copied.
         """
         given = self._manifest.check(weights)
         state = self._model.state_dict(keep_vars=True)
@@ -182,7 +175,6 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _quantize(self) -> None:
-        """Quantizes the weights after they were cast to the engine's dtype."""
         for name in self._quantized_names:
             weight = self._model.get_parameter(name)
             weight.copy_(self._quantization.apply(name, weight, self.policy_version))

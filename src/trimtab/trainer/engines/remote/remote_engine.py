@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.engines.remote.engine_host import CallResult
-from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
+from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn
 from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes
 from trimtab.types import AbortSignal, Completion, FloatArray, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
 
@@ -48,9 +47,7 @@ class Transport(Protocol):
         """Returns the answer to the call if it ends within `seconds`, and otherwise None. Raises `TransportLost`."""
         ...
 
-    def send_result(self, turn: HandledTurn) -> None:
-        """Sends what follows a turn."""
-        ...
+    def send_result(self, turn: HandledTurn) -> None: ...
 
     def abort(self, call: int) -> None:
         """Sets the abort signal of a call."""
@@ -135,14 +132,12 @@ class RemoteEngine:
     ) -> list[list[Completion]]:
         """See `types.Engine`. `abort` is checked every 10 ms and takes effect at the next token.
 
-        `turns` is called in this thread. What it raises ends the call and is raised; the engine lives on.
-
-        Raises:
-            EngineDeadError: the other side died or sends no heartbeat.
+        `turns` is called in this thread. What it raises ends the call and is raised; the engine lives on. Raises
+        `EngineDeadError` if the other side died or sends no heartbeat.
         """
         self._require_weights()
-        max_turn_tokens = None if turns is None else turns.max_turn_tokens
-        arguments = (_asked(prompts), samples, sampling, seed, prefixes, max_turn_tokens)
+        limit = None if turns is None else turns.max_turn_tokens
+        arguments = (_asked(prompts), samples, sampling, seed, prefixes, limit)
         return self._call("generate", *arguments, turns=turns, abort=abort)
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
@@ -151,11 +146,7 @@ class RemoteEngine:
         return self._call("prefill_logps", _asked(prompts), completions)
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
-        """See `types.Engine`.
-
-        Raises:
-            EngineDeadError: the other side died or sends no heartbeat; a new one has no weights.
-        """
+        """See `types.Engine`. Raises `EngineDeadError` as `generate` does; a new process has no weights."""
         self._call("update_weights", weights, version, as_is)
         self._has_weights = True
 
@@ -170,8 +161,7 @@ class RemoteEngine:
     def restart(self) -> None:
         """Starts a new process if there is none; it has no weights, and `policy_version` is 0 again.
 
-        Raises:
-            EngineDeadError: the new one was lost too.
+        Raises `EngineDeadError` if the new one was lost too.
         """
         if self._closed:
             raise TrimtabError("the engine was closed: build another one")
@@ -222,10 +212,8 @@ class RemoteEngine:
     def _wait(self, turns: TurnHandler | None, abort: AbortSignal | None) -> tuple[CallResult, Exception | None]:
         """Waits for the end of the call; forwards turns, their results and the abort signal.
 
-        Returns its answer, and what the handler of the turns raised, after which the call was aborted.
-
-        Raises:
-            TransportLost: the other side died or hangs.
+        Returns its answer, and what the handler of the turns raised, after which the call was aborted. Raises
+        `TransportLost` if the other side died or hangs.
         """
         exchange = None if turns is None else _CallTurns(turns, self.transport)
         seen = self.transport.progress

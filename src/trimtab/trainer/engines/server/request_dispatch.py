@@ -67,10 +67,7 @@ class RequestDispatch:
     ) -> None:
         self.results: dict[CompletionRequest, CompletionResult] = {}
         self.aborted = False
-        self._known = known
-        self._servers = servers
-        self._weights = weights
-        self._settings = settings
+        self._known, self._servers, self._weights, self._settings = known, servers, weights, settings
         self._notify = rate_limited(notify)
         self._responses = 0
         self._queues = [deque[_Queued]() for _ in servers]
@@ -83,9 +80,7 @@ class RequestDispatch:
         """Runs all responses to their end; they call `ask`.
 
         After `abort`, requests that had been sent are answered with the tokens sampled so far, others with None.
-
-        Raises:
-            EngineDeadError: all servers were lost and none came back.
+        Raises `EngineDeadError` if all servers were lost and none came back.
         """
         self._responses = len(responses)
         for server in self._servers:
@@ -111,10 +106,10 @@ class RequestDispatch:
             return None
         queued = _Queued(response, request, asyncio.get_running_loop().create_future())
         if response in self._answered_by:
-            self._add_first(queued, self._queues[self._answered_by[response]])
+            self._queues[self._answered_by[response]].appendleft(queued)
         else:
             self._queues[len(self._servers) * response // self._responses].append(queued)
-            self._wake_workers()
+        self._wake_workers()
         return await queued.result
 
     async def _watch(self, abort: AbortSignal | None) -> None:
@@ -164,10 +159,6 @@ class RequestDispatch:
     def _ready_workers(self, index: int) -> int:
         return 0 if self._servers[index] in self._in_check else self._idle[index]
 
-    def _add_first(self, queued: _Queued, queue: deque[_Queued]) -> None:
-        queue.appendleft(queued)
-        self._wake_workers()
-
     def _wake_workers(self) -> None:
         self._added.set()
         self._added = asyncio.Event()
@@ -188,7 +179,8 @@ class RequestDispatch:
                 "engine.server.timeout if responses take longer"
             )
         else:
-            self._add_first(queued, queue)
+            queue.appendleft(queued)
+            self._wake_workers()
 
     async def _wait_until_healthy(self, server: InferenceServer) -> None:
         """Checks the server repeatedly until it works. One worker checks while others wait for its result."""

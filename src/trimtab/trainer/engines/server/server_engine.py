@@ -100,11 +100,7 @@ class ServerEngine:
         turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """See `types.Engine`.
-
-        Raises:
-            EngineDeadError: all servers were lost and none came back.
-        """
+        """See `types.Engine`. Raises `EngineDeadError` if all servers were lost and none came back."""
         self._check(sampling)
         context = self._model.context
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
@@ -142,10 +138,7 @@ class ServerEngine:
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """See `EmbeddedEngine.prefill_logps`: each response is sent as a part of a prompt.
 
-        Prompt and response must leave room for one more token in the context.
-
-        Raises:
-            EngineDeadError: all servers were lost and none came back.
+        Prompt and response must leave room for one more token in the context. Raises what `generate` raises.
         """
         self._calls += 1
         requests = [
@@ -167,13 +160,9 @@ class ServerEngine:
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:  # noqa: ARG002
         """Loads named weights into every server that is alive; others get them when they are back.
 
-        `as_is` has no effect, because weights are never quantized here.
-
-        Raises:
-            EngineDeadError: no server is left.
+        `as_is` has no effect, because weights are never quantized here. Raises `EngineDeadError` if no server is left.
         """
-        tensors = self._manifest.check(weights)
-        folder, label = self._folder.write(tensors, version)
+        folder, label = self._folder.write(self._manifest.check(weights), version)
         run(load_weights(self._servers, folder, label))
         self.policy_version = version
 
@@ -191,11 +180,10 @@ class ServerEngine:
         self._folder.remove()
 
     def _common_model(self) -> Model:
-        first = self._servers[0]
+        first, *others = self._servers
         assert first.model is not None
-        for server in self._servers[1:]:
-            assert server.model is not None
-            if server.model != first.model:
+        for server in others:
+            if server.model is not None and server.model != first.model:
                 raise TrimtabError(
                     f"{first.url} serves {first.model.name!r} (context {first.model.context}), {server.url} serves "
                     f"{server.model.name!r} (context {server.model.context}): start all servers alike"

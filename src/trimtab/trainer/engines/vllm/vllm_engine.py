@@ -69,8 +69,7 @@ class VllmEngine:
     ) -> list[list[Completion]]:
         """See `types.Engine`. Entropies are not reported.
 
-        Raises:
-            EngineDeadError: one of vLLM's own processes died (tensor parallelism).
+        Raises `EngineDeadError` if one of vLLM's own processes died (tensor parallelism).
         """
         self._check(prompts, samples, sampling, seed)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
@@ -113,10 +112,9 @@ class VllmEngine:
         self._require_weights()
         top_k = self._vocabulary if self._config.vllm.sampling_mask else 0  # see `_parameters`
         params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-        pairs = zip(prompts, completions, strict=True)
         waiting = [
             TokenRequest(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
-            for index, (prompt, one) in enumerate(pairs)
+            for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
         ]
         rows: dict[int, Sequence[float]] = {}
 
