@@ -58,7 +58,10 @@ def train(
     build_parts(config).close()
     stop = Stop()
     with stop.signals(), connect(config.ray), reserve_slots(config) as slots, _start_ranks(slots) as ranks:
-        rendezvous = _rendezvous_address(ranks[0], config.ray.start_timeout)
+        try:
+            rendezvous = get_result(ranks[0].address.remote(), config.ray.start_timeout)
+        except ActorLost as lost:
+            raise TrimtabError(f"the first trainer rank did not start ({lost}): see the cluster's logs") from None
         arguments = (config.dump(), str(Path.cwd()), str(run), resume, rendezvous, slots, provenance.command())
         runs = [rank.train.remote(*arguments) for rank in ranks]
         with stop.finishing():
@@ -76,13 +79,6 @@ def _start_ranks(slots: ActorSlots) -> Iterator[list[Any]]:
     finally:
         for rank in ranks:
             kill_actor(rank)
-
-
-def _rendezvous_address(first: Any, timeout: float) -> tuple[str, int]:
-    try:
-        return get_result(first.address.remote(), timeout)
-    except ActorLost as lost:
-        raise TrimtabError(f"the first trainer rank did not start ({lost}): see the cluster's logs") from None
 
 
 def _wait_for_ranks(
@@ -110,13 +106,10 @@ def _wait_for_ranks(
                     _rank_result(ready)
                 except Stopped as error:
                     stopped = error  # the first rank may still be writing the checkpoint
+        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
         if stopped is not None:
             raise stopped
-        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
         return _rank_result(runs[0])
-    except Stopped:
-        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
-        raise
     except (TrimtabError, ActorLost, RayTaskError) as error:
         cause = _first_cause(runs, error)
         with suppress(ActorLost):

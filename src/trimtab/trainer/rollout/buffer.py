@@ -40,7 +40,6 @@ class Buffer:
             ahead=bool(trainer.max_lag),
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
-        self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples
         self._relative_to_group = relative_to_group
         self._groups: dict[int, Group] = {}
         self._stats = RolloutStats()
@@ -74,7 +73,7 @@ class Buffer:
                 signal = has_reward_variance(group) or not self._relative_to_group
                 stats.groups += 1
                 stats.no_signal += not signal
-                if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):
+                if self.schedule.deliver(number, oldest(group), signal=signal or not self._trainer.dynamic_sampling):
                     self._groups[number] = group
             self._stats.add(stats)
             self.changed.notify_all()
@@ -101,7 +100,7 @@ class Buffer:
             for number in self.schedule.expire():
                 group = self._groups.pop(number, None)
                 # A group that is still being generated counts with all its samples.
-                self._stats.stale += self._samples if group is None else len(group)
+                self._stats.stale += self._trainer.samples if group is None else len(group)
             self.changed.notify_all()
 
     def take(

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import DecodingRow, build_rows, grouped_completions
-from trimtab.trainer.engines.request import Prefixes, validate_request, validate_vllm_temperature
+from trimtab.trainer.engines.decoding_rows import POLL_INTERVAL, DecodingRow, build_rows, grouped_completions
+from trimtab.trainer.engines.request import Prefixes, request_seed, validate_request, validate_vllm_temperature
 from trimtab.trainer.engines.server.http_client import check_url, run
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
 from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights, wait_for_servers
@@ -30,7 +30,6 @@ from trimtab.trainer.engines.server.server_protocol import CompletionRequest, Co
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
-from trimtab.trainer.engines.turn_exchange import POLL_INTERVAL
 from trimtab.trainer.engines.weight_transfer import WeightFolder, WeightManifest
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
@@ -248,6 +247,7 @@ class CallResponses:
             name=f"{self.name}-{row.prompt}-{row.sample}-{len(row.ids)}",
             ids=(*self.prompts[row.prompt].ids.tolist(), *row.ids),
             max_tokens=self._room(row),
+            # A server uses the random numbers of a seed from the first one on: another seed for another length.
             seed=request_seed(self.seed, row.prompt, row.sample, len(row.ids)),
             sampling=self.sampling,
             stop_ids=self.stop_ids,
@@ -284,15 +284,6 @@ class CallResponses:
             await asyncio.sleep(POLL_INTERVAL)
         row.end_turn(result, self.sampling.max_tokens)
         row.append_observation(truncated=False)
-
-
-def request_seed(seed: int, prompt: int, sample: int, length: int) -> int:
-    """Returns the seed of one request.
-
-    It depends on the length of the response so far, because a server uses the numbers of a seed from the first one on.
-    """
-    key = np.random.SeedSequence(entropy=seed, spawn_key=(prompt, sample, length))
-    return int(key.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _warn(line: str) -> None:

@@ -25,10 +25,15 @@ from transformers import AutoConfig
 
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import DecodingRow, TopRow, build_rows, grouped_completions
-from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes, validate_request, validate_vllm_temperature
+from trimtab.trainer.engines.decoding_rows import DecodingRow, TopRow, TurnExchange, build_rows, grouped_completions
+from trimtab.trainer.engines.request import (
+    NO_WEIGHTS,
+    Prefixes,
+    request_seed,
+    validate_request,
+    validate_vllm_temperature,
+)
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
-from trimtab.trainer.engines.turn_exchange import TurnExchange
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.stepped_runner import TokenDelta, TokenRequest, VllmRunner, import_vllm
 from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, require_all_loaded, share
@@ -188,7 +193,6 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
         key = (row.prompt, row.sample, len(row.ids)) if row.ids else (row.prompt, row.sample)
-        row_seed = int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
         temperature, top_k = sampling.temperature, sampling.top_k
         if self._config.vllm.sampling_mask:
             # vLLM then returns masks for every request, and refuses greedy requests and those without top_k.
@@ -197,7 +201,7 @@ class VllmEngine:
             temperature=temperature,
             top_p=sampling.top_p,
             top_k=top_k,
-            seed=row_seed,
+            seed=request_seed(seed, *key),
             max_tokens=row.room(sampling.max_tokens, max_turn_tokens),
             # Stops are detected by `StopChecker`; stop ids are passed only to avoid sampling further tokens.
             ignore_eos=True,
