@@ -232,7 +232,6 @@ class WeightPublisher:
 
 
 def store_shards(shards: Iterable[Shard], version: int) -> StoredWeights:
-    """Puts the objects of one weight update into the store."""
     import ray
 
     return StoredWeights(version, [ray.put(shard) for shard in shards])

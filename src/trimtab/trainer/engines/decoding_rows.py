@@ -218,10 +218,7 @@ class _Turn:
 class TurnExchange:
     """Ends the responses of one call, and their turns. Call `join` once for each decoding step.
 
-    Args:
-        handler: decides what follows a turn; None: a stop ends the response.
-        abort: the signal of the call; it ends every wait.
-        version: policy version of the weights.
+    `handler` decides what follows a turn; None: a stop ends the response. `abort` ends every wait.
     """
 
     def __init__(
@@ -240,7 +237,6 @@ class TurnExchange:
 
     @property
     def aborted(self) -> bool:
-        """Whether the call was aborted."""
         return self._abort is not None and self._abort.is_set()
 
     def resume(self, rows: Sequence[DecodingRow]) -> None:

@@ -39,8 +39,7 @@ ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
 Entry = Sequence[Any]
 
-SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096
-"""How many weights, and how many values of each, show whether an update arrived."""
+SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096  # weights, and values of each, that show whether an update arrived
 MEMORY = Path("/dev/shm")
 PREFIX = "trimtab-weights-"
 FILE = "model.safetensors"
@@ -251,7 +250,6 @@ class WeightFolder:
         return folder, f"{self.token}-{self._count}-v{version}"
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights written last."""
         if self.current is None:
             raise TrimtabError("the servers have not been given any weights yet: publish first")
         with safe_open(self.current / FILE, framework="pt") as file:

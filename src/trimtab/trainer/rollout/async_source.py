@@ -23,8 +23,7 @@ from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import BufferedSource, Result, Weights
 from trimtab.types import Engine
 
-SHUTDOWN_TIMEOUT = 5.0
-"""Seconds to wait for threads to end before their engines are closed."""
+SHUTDOWN_TIMEOUT = 5.0  # seconds to wait for threads to end before their engines are closed
 
 
 class AsyncSource(BufferedSource):

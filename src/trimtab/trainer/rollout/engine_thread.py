@@ -22,10 +22,8 @@ from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt
 
-MAX_RESTARTS = 5
-"""Restarts of an engine in a row, without a finished request, before the thread gives up."""
-RESTART_BACKOFF = 0.5
-"""Seconds before the second restart in a row; doubles with each further one."""
+MAX_RESTARTS = 5  # of an engine in a row, without a finished request, before the thread gives up
+RESTART_BACKOFF = 0.5  # seconds before the second restart in a row; doubles with each further one
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +86,15 @@ class SourceClosed(Exception):
 
 
 class EngineThread:
-    """The thread of one engine. `version` is that of the engine's weights; None: unknown.
-
-    `dropped`: the request in progress is not needed any more, as the run went back to an earlier state.
-    """
+    """The thread of one engine."""
 
     def __init__(self, number: int, engine: Engine, state: AsyncState) -> None:
         self.number, self.engine, self.state = number, engine, state
         self.interrupt = threading.Event()
-        self.version: int | None = None
+        self.version: int | None = None  # of the engine's weights; None: unknown
         self.request: GroupRange | None = None
         self.idle = True
-        self.dropped = False
+        self.dropped = False  # the request in progress is not needed: the run went back to an earlier state
         self.is_lost = False
         self._losses = 0
         self.thread = threading.Thread(target=self._run, name=f"engine-{number}", daemon=True)

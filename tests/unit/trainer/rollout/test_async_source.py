@@ -59,6 +59,19 @@ def until(interrupt: AbortSignal) -> None:
     assert interrupt.wait(30), "nobody interrupted"
 
 
+def pausing(at: int, began: threading.Event, then: int = LENGTH) -> Act:
+    """Stand still in call `at` until interrupted, and write `then` tokens."""
+
+    def act(call: int, interrupt: AbortSignal) -> int:
+        if call != at:
+            return LENGTH
+        began.set()
+        until(interrupt)
+        return then
+
+    return act
+
+
 def dead(_call: int, _interrupt: AbortSignal) -> int:
     raise EngineDeadError("gone")
 
@@ -255,15 +268,7 @@ class Counting(Scripted):
 
 def test_continue_goes_on_under_the_new_weights(desk: Open) -> None:
     began = threading.Event()
-
-    def act(call: int, interrupt: AbortSignal) -> int:
-        if call == 1:  # the batch after the first one
-            began.set()
-            until(interrupt)
-            return 3
-        return LENGTH
-
-    one = desk(Counting(act), in_flight="continue")
+    one = desk(Counting(pausing(1, began, then=3)), in_flight="continue")  # in the batch after the first one
     one.feed.take(0, 2)
     assert began.wait(30)
     one.publish(1)
@@ -346,12 +351,7 @@ def test_closing_waits_until_environments_are_closed(desk: Open, monkeypatch: py
             threading.Event().wait(0.3)  # longer than the threads of a run without environments get
             closed.append(self)
 
-    def act(_call: int, interrupt: AbortSignal) -> int:
-        began.set()
-        until(interrupt)
-        return 1
-
-    one = desk(Scripted(act), environment=Slow)
+    one = desk(Scripted(pausing(0, began, then=1)), environment=Slow)
     threading.Thread(target=lambda: began.wait(30) and one.feed._state.fail(TrimtabError("later"))).start()
     with pytest.raises(TrimtabError, match="later"):
         one.feed.take(0, 1)
@@ -409,14 +409,7 @@ def test_the_state_of_responses_is_saved_and_restored(desk: Open, monkeypatch: p
 
 def test_closing_ends_a_call_in_progress(desk: Open) -> None:
     began = threading.Event()
-
-    def act(call: int, interrupt: AbortSignal) -> int:
-        if call == 1:
-            began.set()
-            until(interrupt)
-        return LENGTH
-
-    engine = Scripted(act)
+    engine = Scripted(pausing(1, began))
     one = desk(engine)
     one.feed.take(0, 5)
     assert began.wait(30)
@@ -427,14 +420,7 @@ def test_closing_ends_a_call_in_progress(desk: Open) -> None:
 def test_a_restored_feed_goes_on_with_what_was_ready_and_asks_again_for_the_rest(desk: Open) -> None:
     """Killed with one batch ready and one half written: both are consumed, each group once."""
     began = threading.Event()
-
-    def act(call: int, interrupt: AbortSignal) -> int:
-        if call == 2:
-            began.set()
-            until(interrupt)
-        return LENGTH
-
-    one = desk(Scripted(act))
+    one = desk(Scripted(pausing(2, began)))
     assert [group[0].group for group in one.feed.take(0, 4)[0]] == [0, 1, 2, 3]
     one.publish(1)
     assert began.wait(30)

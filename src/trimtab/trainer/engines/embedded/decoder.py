@@ -97,12 +97,8 @@ def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
 class PromptGrid:
     """The rows of a batch by prompt, for attention of all rows of a prompt to its keys in one product.
 
-    Args:
-        prompt: the prompt of each row, (rows,), ascending.
-
-    Attributes:
-        used: the prompts that have rows, (prompts,).
-        prompt: of each row, as an index into `used`.
+    `prompt` (rows,) is the prompt of each row, ascending on input and then an index into `used` (prompts,), the prompts
+    that have rows.
     """
 
     def __init__(self, prompt: Tensor) -> None:

@@ -221,20 +221,16 @@ class EmbeddedEngine:
 class DecodingLoop:
     """Decodes rows in lockstep until each is complete, or the call is aborted.
 
-    Attributes:
-        rows: in the order of the decoder's batch; those that are complete are removed from time to time.
-        exchange: ends rows and their turns. A row that waits for a result is not decoded.
-        invariant: log-probs are those of the trainer's head.
-        decoded: tokens run through the model so far.
+    A row that waits for the result of its turn is not decoded.
     """
 
     decoder: Decoder
-    rows: list[DecodingRow]
+    rows: list[DecodingRow]  # in the decoder's order; those that are complete are removed from time to time
     sampling: SamplingParams
     exchange: TurnExchange
     recorder: ExpertRecorder | None
-    invariant: bool
-    decoded: int = field(default=0, init=False)
+    invariant: bool  # log-probs are those of the trainer's head
+    decoded: int = field(default=0, init=False)  # tokens run through the model so far
 
     def run(self) -> None:
         logits = self.decoder.first

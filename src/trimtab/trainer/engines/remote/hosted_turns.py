@@ -35,12 +35,7 @@ class HandledTurn(NamedTuple):
 
 
 class HostedTurns:
-    """The handler that a hosted engine gets (`types.TurnHandler`). `handled` is called from another thread.
-
-    Args:
-        call: the number of the call.
-        send: sends a turn to the caller.
-    """
+    """The handler that a hosted engine gets (`types.TurnHandler`). `handled` is called from another thread."""
 
     def __init__(self, call: int, max_turn_tokens: int, send: Callable[[EndedTurn], None]) -> None:
         self.max_turn_tokens = max_turn_tokens

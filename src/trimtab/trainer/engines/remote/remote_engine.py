@@ -21,13 +21,9 @@ class TransportLost(Exception):
 
 
 class Transport(Protocol):
-    """A connection to an `EngineHost` in another process. One call at a time is in progress.
+    """A connection to an `EngineHost` in another process. One call at a time is in progress."""
 
-    Attributes:
-        turns: those that `wait` received and nobody has taken.
-    """
-
-    turns: list[EndedTurn]
+    turns: list[EndedTurn]  # those that `wait` received and nobody has taken
 
     @property
     def pid(self) -> int:
@@ -99,11 +95,9 @@ class RemoteEngine:
     """An engine behind a transport (`types.Engine`). Weights must be published before anything is generated.
 
     With the same number of threads, tokens and log-probs equal those of the same engine in this process, bit for bit.
-    Errors in the engine's specification are raised by the first call at the latest.
-
-    Args:
-        hang_timeout: seconds without a heartbeat after which a call raises `EngineDeadError`. While the engine
-            generates, heartbeats need new tokens; otherwise they need a running process.
+    Errors in the engine's specification are raised by the first call at the latest. After `hang_timeout` seconds
+    without a heartbeat a call raises `EngineDeadError`. While the engine generates, heartbeats need new tokens;
+    otherwise they need a running process.
     """
 
     def __init__(self, transport: Transport, *, hang_timeout: float = HANG_TIMEOUT) -> None:

@@ -47,14 +47,8 @@ class RequestDispatch:
     Each server gets a contiguous part of the responses, so that the samples of a prompt share its prefix cache; a
     server without requests takes from the end of the longest queue. The next turn of a response goes to the server that
     sampled the last one, unless that server is busy and another one is not. A request is in a queue, with exactly one
-    worker, or done at any time: none is lost and none is answered twice, whatever happens to a server.
-
-    Args:
-        known: results of a call that failed, which are not requested again.
-
-    Attributes:
-        results: by request, `known` ones that were used included.
-        aborted: whether the abort signal was set; then no further request is sent.
+    worker, or done at any time: none is lost and none is answered twice, whatever happens to a server. `known` are
+    results of a call that failed, which are not requested again.
     """
 
     def __init__(
@@ -65,8 +59,8 @@ class RequestDispatch:
         notify: Callable[[str], None],
         known: Mapping[CompletionRequest, CompletionResult],
     ) -> None:
-        self.results: dict[CompletionRequest, CompletionResult] = {}
-        self.aborted = False
+        self.results: dict[CompletionRequest, CompletionResult] = {}  # `known` ones that were used included
+        self.aborted = False  # whether the abort signal was set; then no further request is sent
         self._known, self._servers, self._weights, self._settings = known, servers, weights, settings
         self._notify = rate_limited(notify)
         self._responses = 0

@@ -206,24 +206,17 @@ class ServerEngine:
 
 @dataclass(frozen=True, slots=True)
 class CallResponses:
-    """The responses of a call.
+    """The responses of a call."""
 
-    Attributes:
-        rows: all responses, prompt by prompt.
-        version: policy version of the weights.
-        stop_ids: the tokens that end a response or a turn.
-        name: of the call, unique among those of all trainers.
-    """
-
-    rows: Sequence[DecodingRow]
+    rows: Sequence[DecodingRow]  # prompt by prompt
     prompts: Sequence[Prompt]
     sampling: SamplingParams
     seed: int
-    version: int
+    version: int  # policy version of the weights
     stop: StopChecker
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]  # the tokens that end a response or a turn
     turns: TurnHandler | None
-    name: str
+    name: str  # of the call, unique among those of all trainers
 
     async def sample(self, dispatch: RequestDispatch, abort: AbortSignal | None) -> None:
         """Samples all responses; those that are not complete afterwards were aborted."""

@@ -22,9 +22,7 @@ from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.types import AbortSignal
 
 GIB = 1 << 30
-
-MAX_LOGPROBS = 1024
-"""Most log-probs that a request may ask for at each token; as `sampling.top_logprobs`."""
+MAX_LOGPROBS = 1024  # that a request may ask for at each token; as `sampling.top_logprobs`
 # Block size of the KV cache on a CPU, in tokens. vLLM's default of 128 is longer than most prompts of the recipes, and
 # the samples of a prompt share whole blocks only.
 CPU_BLOCK = 32
