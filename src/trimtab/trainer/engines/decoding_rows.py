@@ -36,7 +36,7 @@ MAX_WAIT = 1.0
 POLL_INTERVAL = 0.05  # seconds between two checks of the abort signal, or of a result that is not known
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodingRow:
     """One response during decoding; `ids`, `logp`, `entropy`, `kept` and `sampled` begin with those of `prefix`.
 
@@ -61,6 +61,7 @@ class DecodingRow:
     turn_start: int = 0
     observation: deque[int] = field(default_factory=deque)
     waiting: bool = False  # for the result of its last turn
+    due: int = 0  # the decoding step at which that result joins
 
     @property
     def prefix_length(self) -> int:
@@ -209,12 +210,6 @@ def grouped_completions(
     return [done[start : start + samples] for start in range(0, len(done), samples)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Turn:
-    row: DecodingRow
-    due: int  # the step at which its result joins
-
-
 class TurnExchange:
     """Ends the responses of one call, and their turns. Call `join` once for each decoding step.
 
@@ -233,7 +228,7 @@ class TurnExchange:
         self._abort, self._stop, self._version, self._sampling = abort, stop, version, sampling
         self._max_turn_tokens = None if handler is None else handler.max_turn_tokens
         self._step = 0
-        self._turns: list[_Turn] = []  # by step
+        self._waiting: list[DecodingRow] = []  # by step
 
     @property
     def aborted(self) -> bool:
@@ -265,7 +260,8 @@ class TurnExchange:
     def _submit(self, row: DecodingRow) -> None:
         row.submit_turn(self.handler, self._version, self._stop)
         if row.waiting:
-            self._turns.append(_Turn(row, self._step + DELAY))
+            row.due = self._step + DELAY
+            self._waiting.append(row)
 
     def join(self, *, idle: bool) -> list[DecodingRow]:
         """Applies the results that join now, in the order in which their turns ended; returns the rows that go on.
@@ -275,35 +271,34 @@ class TurnExchange:
                 empty only if the call was aborted or nothing is outstanding.
         """
         while True:
-            results = self._results(idle=idle)
-            for row, result in results:
-                row.end_turn(result, self._sampling.max_tokens)
-            rows = [row for row, _ in results if not row.complete]
-            if rows or not (idle and results):
+            joined = self._join(idle=idle)
+            rows = [row for row in joined if not row.complete]
+            if rows or not (idle and joined):
                 return rows
 
-    def _results(self, *, idle: bool) -> list[tuple[DecodingRow, TurnResult]]:
+    def _join(self, *, idle: bool) -> list[DecodingRow]:
         self._step += 1
-        if idle and self._turns:
-            self._step = max(self._step, self._turns[0].due)
+        if idle and self._waiting:
+            self._step = max(self._step, self._waiting[0].due)
         deadline = time.monotonic() + MAX_WAIT
-        results: list[tuple[DecodingRow, TurnResult]] = []
-        for turn in [turn for turn in self._turns if turn.due <= self._step]:
-            # A result that was waited for once is not waited for again.
-            results += self._poll(turn, deadline if turn.due == self._step else None)
-        while idle and self._turns and not results and not self.aborted:
-            for turn in list(self._turns):
-                results += self._poll(turn, time.monotonic() + POLL_INTERVAL / len(self._turns))
-        return results
+        due = [row for row in self._waiting if row.due <= self._step]
+        # A result that was waited for once is not waited for again.
+        joined = [row for row in due if self._poll(row, deadline if row.due == self._step else None)]
+        while idle and self._waiting and not joined and not self.aborted:
+            for row in list(self._waiting):
+                if self._poll(row, time.monotonic() + POLL_INTERVAL / len(self._waiting)):
+                    joined.append(row)
+        return joined
 
-    def _poll(self, turn: _Turn, deadline: float | None) -> list[tuple[DecodingRow, TurnResult]]:
-        """Returns the result of a turn if it is known before `deadline` (None: now), and an empty list otherwise."""
+    def _poll(self, row: DecodingRow, deadline: float | None) -> bool:
+        """Applies the result of a turn if it is known before `deadline` (None: now); returns whether it is."""
         assert self.handler is not None
         while True:
             wait = 0.0 if deadline is None else max(0.0, min(POLL_INTERVAL, deadline - time.monotonic()))
-            result = self.handler.result(turn.row.prompt, turn.row.sample, wait)
+            result = self.handler.result(row.prompt, row.sample, wait)
             if result is not None:
-                self._turns.remove(turn)
-                return [(turn.row, result)]
+                self._waiting.remove(row)
+                row.end_turn(result, self._sampling.max_tokens)
+                return True
             if wait == 0 or self.aborted:
-                return []
+                return False
