@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -84,17 +84,12 @@ class _EngineSamples:
         return float(np.mean(distance if among is None else distance[among]))
 
 
-@dataclass(frozen=True, eq=False)
-class _LastCheck:
-    """The last check of an engine.
-
-    `expected` are the trainer's log-probs when the engine first returned these samples, `first` those of the engine's
-    first check.
-    """
+class _LastCheck(NamedTuple):
+    """The last check of an engine, with log-probs of the trainer."""
 
     samples: _EngineSamples
-    expected: CanaryPrediction
-    first: CanaryPrediction
+    expected: CanaryPrediction  # when the engine first returned these samples
+    first: CanaryPrediction  # at the engine's first check
 
 
 class Canary:

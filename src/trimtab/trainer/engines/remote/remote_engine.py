@@ -66,31 +66,6 @@ class Transport(Protocol):
         ...
 
 
-class _CallTurns:
-    """The turns of one call: they come from the other side, and what follows each goes back there."""
-
-    def __init__(self, handler: TurnHandler, transport: Transport) -> None:
-        self._handler, self._transport = handler, transport
-        self._waiting: list[tuple[int, int]] = []
-
-    def forward(self, current: int) -> None:
-        """Submits the turns of call number `current` that ended, and sends the results that are known now."""
-        ended, self._transport.turns = self._transport.turns, []
-        results: list[tuple[tuple[int, int], TurnResult | None]] = []
-        for call, prompt, sample, completion in ended:
-            if call == current:  # not of an earlier one, which was aborted
-                finish = self._handler.submit(prompt, sample, completion)
-                if finish is None:
-                    self._waiting.append((prompt, sample))
-                else:
-                    results.append(((prompt, sample), TurnResult.end(finish)))
-        results += [(turn, self._handler.result(*turn, 0.0)) for turn in self._waiting]
-        self._waiting = [turn for turn, result in results if result is None]
-        for turn, result in results:
-            if result is not None:
-                self._transport.send_result(HandledTurn(current, *turn, result))
-
-
 class RemoteEngine:
     """An engine behind a transport (`types.Engine`). Weights must be published before anything is generated.
 
@@ -209,23 +184,23 @@ class RemoteEngine:
         Returns its answer, and what the handler of the turns raised, after which the call was aborted. Raises
         `TransportLost` if the other side died or hangs.
         """
-        exchange = None if turns is None else _CallTurns(turns, self.transport)
+        waiting: list[tuple[int, int]] = []
         seen = self.transport.progress
         alive = before = time.monotonic()
         failure: Exception | None = None
         while True:
             if abort is not None and abort.is_set():
                 self.transport.abort(self._calls)
-                abort = exchange = None
-            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and exchange is None else POLL_INTERVAL)
+                abort = turns = None
+            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and turns is None else POLL_INTERVAL)
             if answer is not None:
                 return answer, failure
             try:
-                if exchange is not None:
-                    exchange.forward(self._calls)
+                if turns is not None:
+                    self._forward(turns, waiting)
             except Exception as raised:
                 self.transport.abort(self._calls)
-                failure, abort, exchange = raised, None, None
+                failure, abort, turns = raised, None, None
             now = time.monotonic()
             # Time during which this process was suspended (Ctrl-Z, a frozen container) does not count.
             alive += now - before if now - before > STALL_THRESHOLD else 0
@@ -235,6 +210,22 @@ class RemoteEngine:
             elif now - alive > self.hang_timeout:
                 what = f"gave no sign of life for {self.hang_timeout:g} s (engine.hang_timeout)"
                 raise TransportLost(self.transport.describe(what))
+
+    def _forward(self, handler: TurnHandler, waiting: list[tuple[int, int]]) -> None:
+        """Submits the turns that ended, and sends the results that are known now; `waiting` are those without one."""
+        ended, self.transport.turns = self.transport.turns, []
+        for call, prompt, sample, completion in ended:
+            if call != self._calls:
+                continue  # of an earlier one, which was aborted
+            finish = handler.submit(prompt, sample, completion)
+            if finish is None:
+                waiting.append((prompt, sample))
+            else:
+                self.transport.send_result(HandledTurn(call, prompt, sample, TurnResult.end(finish)))
+        for turn in list(waiting):
+            if (result := handler.result(*turn, 0.0)) is not None:
+                waiting.remove(turn)
+                self.transport.send_result(HandledTurn(self._calls, *turn, result))
 
     def _discard(self) -> None:
         self._alive = False
