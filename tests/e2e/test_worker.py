@@ -14,12 +14,11 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from tests.programs import stopped_trainer, stuck_worker
-from tests.support.engines import After, prompt, prompts
+from tests.support.engines import After, assert_same, prompt, prompts
 from tests.support.processes import gone
 from tests.support.turns import ScriptedTurns
 
@@ -93,19 +92,6 @@ def test_turns_have_the_bits_of_this_process(engine: RemoteEngine) -> None:
         assert handlers[0].submitted == handlers[1].submitted
         assert any(one.loss_mask is not None for one in chain(*completions))
     assert (engine.policy_version, own.policy_version) == (5, 5)
-
-
-def assert_same(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
-    assert [len(group) for group in actual] == [len(group) for group in expected]
-    for one, other in zip(chain(*actual), chain(*expected), strict=True):
-        assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
-        for name in ("response_ids", "logp_behavior", "policy_version", "entropy"):
-            a, b = getattr(one, name), getattr(other, name)
-            assert a.dtype == b.dtype
-            assert a.tobytes() == b.tobytes(), name
-        assert all(
-            np.array_equal(a, b) for a, b in zip(one.sampling_mask or (), other.sampling_mask or (), strict=True)
-        )
 
 
 def test_tokens_and_log_probs_have_the_bits_of_this_process(engine: RemoteEngine) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from trimtab.trainer.engines import local_engine
+from trimtab.trainer.engines import factory
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.remote import engine_host
 
@@ -30,5 +30,5 @@ class Troubled(EmbeddedEngine):
 
 
 if __name__ == "__main__":
-    local_engine.EmbeddedEngine = Troubled
+    factory.EmbeddedEngine = Troubled
     engine_host.main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,22 @@ def processed(model: Any, request: Prompt, completion: Completion, sampling: Sam
 
 def tokens(completions: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.response_ids.tolist() for completion in group] for group in completions]
+
+
+def assert_same(actual: list[list[Completion]], expected: list[list[Completion]], *, atol: float | None = None) -> None:
+    """The responses are equal: to the bit, or with log-probs and entropies within `atol`."""
+    assert [len(group) for group in actual] == [len(group) for group in expected]
+    for one, other in zip(chain(*actual), chain(*expected), strict=True):
+        assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
+        for name in ("response_ids", "policy_version", "sampled", "logp_behavior", "entropy"):
+            a, b = getattr(one, name), getattr(other, name)
+            assert a.dtype == b.dtype
+            if atol is None or a.dtype != np.float32:
+                assert a.tobytes() == b.tobytes(), name
+            else:
+                np.testing.assert_allclose(a, b, atol=atol)
+        for a, b in zip(one.sampling_mask or (), other.sampling_mask or (), strict=True):
+            assert a.tolist() == b.tolist()
 
 
 @torch.no_grad()

@@ -56,9 +56,7 @@ class ActorSlot:
 def get_result(reference: Any, timeout: float | None = None) -> Any:
     """Returns the result of a remote call, waiting at most `timeout` seconds if given.
 
-    Raises:
-        TrimtabError: raised by the actor.
-        ActorLost: the actor is dead or unreachable, or did not answer in time.
+    Raises a `TrimtabError` of the actor, and `ActorLost` if it is dead or unreachable, or did not answer in time.
     """
     import ray
 

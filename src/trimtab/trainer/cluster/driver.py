@@ -49,9 +49,8 @@ def train(
 
     The run directory is written by the first rank on its node, and must be visible to this process.
 
-    Raises:
-        TrimtabError: errors that the user can correct, including a rank that died.
-        Stopped: by Ctrl-C or SIGTERM, after the step in progress and its checkpoint.
+    Raises `TrimtabError` for what the user can correct, including a rank that died, and `Stopped` by Ctrl-C or SIGTERM,
+    after the step in progress and its checkpoint.
     """
     if launched_by_torchrun():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
@@ -59,7 +58,10 @@ def train(
     build_parts(config).close()
     stop = Stop()
     with stop.signals(), connect(config.ray), reserve_slots(config) as slots, _start_ranks(slots) as ranks:
-        rendezvous = _rendezvous_address(ranks[0], config.ray.start_timeout)
+        try:
+            rendezvous = get_result(ranks[0].address.remote(), config.ray.start_timeout)
+        except ActorLost as lost:
+            raise TrimtabError(f"the first trainer rank did not start ({lost}): see the cluster's logs") from None
         arguments = (config.dump(), str(Path.cwd()), str(run), resume, rendezvous, slots, provenance.command())
         runs = [rank.train.remote(*arguments) for rank in ranks]
         with stop.finishing():
@@ -77,13 +79,6 @@ def _start_ranks(slots: ActorSlots) -> Iterator[list[Any]]:
     finally:
         for rank in ranks:
             kill_actor(rank)
-
-
-def _rendezvous_address(first: Any, timeout: float) -> tuple[str, int]:
-    try:
-        return get_result(first.address.remote(), timeout)
-    except ActorLost as lost:
-        raise TrimtabError(f"the first trainer rank did not start ({lost}): see the cluster's logs") from None
 
 
 def _wait_for_ranks(
@@ -111,13 +106,10 @@ def _wait_for_ranks(
                     _rank_result(ready)
                 except Stopped as error:
                     stopped = error  # the first rank may still be writing the checkpoint
+        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
         if stopped is not None:
             raise stopped
-        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
         return _rank_result(runs[0])
-    except Stopped:
-        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
-        raise
     except (TrimtabError, ActorLost, RayTaskError) as error:
         cause = _first_cause(runs, error)
         with suppress(ActorLost):
@@ -252,7 +244,15 @@ class TrainerRank:
         """
         try:
             use_working_directory(folder)
-            self._set_rank_environment(rendezvous)
+            # As torchrun would set them. Ray shows an actor only its own device: local rank 0.
+            os.environ |= {
+                "RANK": str(self._rank),
+                "WORLD_SIZE": str(self._ranks),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": rendezvous[0],
+                "MASTER_PORT": str(rendezvous[1]),
+            }
             torch.set_num_threads(slots.trainers[self._rank].threads)
 
             def engines(config: Config, loaded: LoadedModel, files: Path) -> Sequence[Engine]:  # noqa: ARG001
@@ -278,15 +278,3 @@ class TrainerRank:
     def stop(self, number: int) -> None:
         """Ends the run after the step in progress, like signal `number`."""
         self._stop.request(number)
-
-    def _set_rank_environment(self, rendezvous: tuple[str, int]) -> None:
-        """Sets the variables that torchrun would set. Ray shows an actor only its own device: local rank 0."""
-        host, port = rendezvous
-        os.environ |= {
-            "RANK": str(self._rank),
-            "WORLD_SIZE": str(self._ranks),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }

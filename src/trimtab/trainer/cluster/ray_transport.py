@@ -24,8 +24,8 @@ from torch import Tensor
 from trimtab.errors import EngineDeadError
 from trimtab.trainer.cluster.actors import ActorLost, ActorSlot, convert_ray_errors, get_result, kill_actor
 from trimtab.trainer.config import Config
-from trimtab.trainer.engines.remote.engine_host import CallResult, EngineHost
-from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
+from trimtab.trainer.engines.remote.engine_host import EngineHost
+from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.trainer.engines.weight_transfer import with_first_names
 from trimtab.types import Engine
@@ -57,7 +57,7 @@ class EngineActor(EngineHost):
         return _pickle(super().generate(engine, *_unpickle(request)))
 
     def update_weights(self, engine: Engine, stored: StoredWeights, as_is: bool) -> None:
-        engine.update_weights(unpack_shards(fetch_shards(stored.references)), stored.version, as_is=as_is)
+        engine.update_weights(fetch_weights(stored), stored.version, as_is=as_is)
 
     def named_weights(self, engine: Engine) -> StoredWeights:
         return store_shards(pack_shards(engine.named_weights(), self._shard_size), engine.policy_version)
@@ -103,8 +103,7 @@ class RayTransport:
     def wait_until_started(self) -> None:
         """Waits for the engine; all actors of a run start concurrently and are waited for one by one.
 
-        Raises:
-            EngineDeadError: the actor was lost, or did not start within `ray.start_timeout` seconds.
+        Raises `EngineDeadError` if the actor was lost, or did not start within `ray.start_timeout` seconds.
         """
         try:
             with self._convert_loss():
@@ -147,7 +146,7 @@ class RayTransport:
                 value = _unpickle(value)
             if error is None and self._method == "named_weights":
                 # Objects stay in the store while one of their tensors is used.
-                value = list(unpack_shards(fetch_shards(value.references)))
+                value = list(fetch_weights(value))
         return value, error, state
 
     def send_result(self, turn: HandledTurn) -> None:
@@ -233,7 +232,6 @@ class WeightPublisher:
 
 
 def store_shards(shards: Iterable[Shard], version: int) -> StoredWeights:
-    """Puts the objects of one weight update into the store."""
     import ray
 
     return StoredWeights(version, [ray.put(shard) for shard in shards])
@@ -266,21 +264,17 @@ def unpack_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
     """Yields the named tensors of a weight update. They share memory with the objects and must not be written to."""
     for shard in shards:
         for name, dtype, shape, array in shard:
-            yield name, _tensor(array, getattr(torch, dtype), shape)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            if array.size:  # an empty array cannot be viewed as another type
+                with warnings.catch_warnings():
+                    # Objects of the store are read-only; torch has no read-only tensors and warns.
+                    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                    tensor = torch.from_numpy(array).view(tensor.dtype).reshape(shape)
+            yield name, tensor
 
 
-def fetch_shards(references: Sequence[Any]) -> Iterator[Shard]:
-    """Yields the objects behind `references`, one at a time."""
+def fetch_weights(stored: StoredWeights) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of an update, from one object after the other."""
     import ray
 
-    for reference in references:
-        yield ray.get(reference)
-
-
-def _tensor(array: NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    if not array.size:  # an empty array cannot be viewed as another type
-        return torch.empty(tuple(shape), dtype=dtype)
-    with warnings.catch_warnings():
-        # Objects of the store are read-only; torch has no read-only tensors and warns.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array).view(dtype).reshape(tuple(shape))
+    return unpack_shards(ray.get(reference) for reference in stored.references)

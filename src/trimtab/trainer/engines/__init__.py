@@ -5,6 +5,5 @@
 - `remote`: an embedded or vLLM engine in another process, behind a transport.
 
 What all of them share: `request` checks what they are asked for, `decoding_rows` holds responses while they are
-sampled, `stopping` says where one ends, `turn_exchange` joins the results of turns, `weight_transfer` checks and shares
-new weights.
+sampled and joins the results of turns, `stopping` says where one ends, `weight_transfer` checks and shares new weights.
 """

@@ -1,8 +1,9 @@
-"""The rows of a decoding batch: prefixes, and tokens sampled so far."""
+"""The rows of a decoding batch: prefixes, tokens sampled so far, and how responses and their turns end."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,12 +13,30 @@ from numpy.typing import NDArray
 
 from trimtab.trainer.engines.request import Prefixes, validate_prefixes, validate_tokens
 from trimtab.trainer.engines.stopping import StopChecker
-from trimtab.types import EXTERNAL_VERSION, Completion, FinishReason, Prompt, SamplingParams, TopTokens, TurnResult
+from trimtab.types import (
+    EXTERNAL_VERSION,
+    AbortSignal,
+    Completion,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    TopTokens,
+    TurnHandler,
+    TurnResult,
+)
 
 TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
 
+# A result joins the batch this many decoding steps after its turn ended, not as soon as it is known: which rows are
+# decoded together then does not depend on the clock, and a run repeats bit for bit.
+DELAY = 8
+# Seconds that decoding waits for results that are due. A later one joins when it is known; roundings may then differ
+# between two runs.
+MAX_WAIT = 1.0
+POLL_INTERVAL = 0.05  # seconds between two checks of the abort signal, or of a result that is not known
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class DecodingRow:
     """One response during decoding; `ids`, `logp`, `entropy`, `kept` and `sampled` begin with those of `prefix`.
 
@@ -42,26 +61,24 @@ class DecodingRow:
     turn_start: int = 0
     observation: deque[int] = field(default_factory=deque)
     waiting: bool = False  # for the result of its last turn
+    due: int = 0  # the decoding step at which that result joins
 
     @property
     def prefix_length(self) -> int:
-        """The number of tokens of the prefix."""
         return 0 if self.prefix is None else len(self.prefix.response_ids)
 
     @property
     def active(self) -> bool:
-        """Whether the row is to be decoded."""
         return not self.complete and not self.waiting
 
     @property
     def turn_ids(self) -> list[int]:
-        """The tokens of the last turn."""
         return self.ids[self.turn_start :] if self.turn_start else self.ids
 
-    def is_full(self, max_tokens: int, max_turn_tokens: int | None) -> bool:
-        """Whether the response, or its last turn, has as many tokens as it may have."""
-        full = max_turn_tokens is not None and len(self.ids) - self.turn_start >= max_turn_tokens
-        return full or len(self.ids) >= max_tokens
+    def room(self, max_tokens: int, max_turn_tokens: int | None) -> int:
+        """Returns how many tokens may follow, in the response and in its last turn."""
+        room = max_tokens - len(self.ids)
+        return room if max_turn_tokens is None else min(room, max_turn_tokens - (len(self.ids) - self.turn_start))
 
     def completion(self, version: int, stop: StopChecker) -> Completion:
         """Returns the whole response; tokens after the prefix carry `version`.
@@ -124,12 +141,20 @@ class DecodingRow:
                     values.pop()
         self.observation.clear()
 
+    def submit_turn(self, handler: TurnHandler | None, version: int, stop: StopChecker) -> None:
+        """Completes the response at a stop, or has the handler of its turns decide what follows."""
+        finish = "stop" if handler is None else handler.submit(self.prompt, self.sample, self.completion(version, stop))
+        if finish is None:
+            self.waiting = True
+        else:
+            self.finish, self.complete = finish, True
+
     def end_turn(self, result: TurnResult, max_tokens: int) -> None:
         """Applies what follows the last turn: the row has an observation to append, or is complete.
 
-        Raises:
-            ValueError: the observation is empty, or leaves no token of `max_tokens` to sample.
+        Raises `ValueError` if the observation is empty, or leaves no token of `max_tokens` to sample.
         """
+        self.waiting = False
         if result.finish_reason is not None:
             self.finish, self.complete = result.finish_reason, True
             return
@@ -183,3 +208,97 @@ def grouped_completions(
     done = [row.completion(version, stop) for row in rows]
     done = done if entropies else [replace(one, entropy=None) for one in done]
     return [done[start : start + samples] for start in range(0, len(done), samples)]
+
+
+class TurnExchange:
+    """Ends the responses of one call, and their turns. Call `join` once for each decoding step.
+
+    `handler` decides what follows a turn; None: a stop ends the response. `abort` ends every wait.
+    """
+
+    def __init__(
+        self,
+        handler: TurnHandler | None,
+        abort: AbortSignal | None,
+        stop: StopChecker,
+        version: int,
+        sampling: SamplingParams,
+    ) -> None:
+        self.handler = handler
+        self._abort, self._stop, self._version, self._sampling = abort, stop, version, sampling
+        self._max_turn_tokens = None if handler is None else handler.max_turn_tokens
+        self._step = 0
+        self._waiting: list[DecodingRow] = []  # by step
+
+    @property
+    def aborted(self) -> bool:
+        return self._abort is not None and self._abort.is_set()
+
+    def resume(self, rows: Sequence[DecodingRow]) -> None:
+        """Completes turns that had ended when an earlier call was aborted, and appends their observations.
+
+        Rows whose result does not come because of another abort keep their finish reason, and are `waiting`.
+        """
+        if self.handler is None:
+            return
+        for row in rows:
+            if not row.complete and row.turn_ids and self._stop.ended([row.turn_ids])[0]:
+                self._submit(row)
+        while joined := self.join(idle=True):
+            for row in joined:
+                row.append_observation(truncated=self._sampling.truncated)
+
+    def detect_ends(self, rows: Sequence[DecodingRow]) -> None:
+        """Completes the rows whose last token ends them, and submits the turns that it ends."""
+        rows = [row for row in rows if row.sampled[-1]]  # a stop in an observation ends nothing
+        for row, ended in zip(rows, self._stop.ended([row.turn_ids for row in rows]), strict=True):
+            if ended:
+                self._submit(row)
+            else:
+                row.complete = row.room(self._sampling.max_tokens, self._max_turn_tokens) <= 0
+
+    def _submit(self, row: DecodingRow) -> None:
+        row.submit_turn(self.handler, self._version, self._stop)
+        if row.waiting:
+            row.due = self._step + DELAY
+            self._waiting.append(row)
+
+    def join(self, *, idle: bool) -> list[DecodingRow]:
+        """Applies the results that join now, in the order in which their turns ended; returns the rows that go on.
+
+        Args:
+            idle: no row is being decoded. Steps up to the next result that continues a row are skipped, and the list is
+                empty only if the call was aborted or nothing is outstanding.
+        """
+        while True:
+            joined = self._join(idle=idle)
+            rows = [row for row in joined if not row.complete]
+            if rows or not (idle and joined):
+                return rows
+
+    def _join(self, *, idle: bool) -> list[DecodingRow]:
+        self._step += 1
+        if idle and self._waiting:
+            self._step = max(self._step, self._waiting[0].due)
+        deadline = time.monotonic() + MAX_WAIT
+        due = [row for row in self._waiting if row.due <= self._step]
+        # A result that was waited for once is not waited for again.
+        joined = [row for row in due if self._poll(row, deadline if row.due == self._step else None)]
+        while idle and self._waiting and not joined and not self.aborted:
+            for row in list(self._waiting):
+                if self._poll(row, time.monotonic() + POLL_INTERVAL / len(self._waiting)):
+                    joined.append(row)
+        return joined
+
+    def _poll(self, row: DecodingRow, deadline: float | None) -> bool:
+        """Applies the result of a turn if it is known before `deadline` (None: now); returns whether it is."""
+        assert self.handler is not None
+        while True:
+            wait = 0.0 if deadline is None else max(0.0, min(POLL_INTERVAL, deadline - time.monotonic()))
+            result = self.handler.result(row.prompt, row.sample, wait)
+            if result is not None:
+                self._waiting.remove(row)
+                row.end_turn(result, self._sampling.max_tokens)
+                return True
+            if wait == 0 or self.aborted:
+                return False

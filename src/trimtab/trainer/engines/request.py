@@ -19,6 +19,11 @@ Prefixes = Sequence[Sequence[Completion]]  # by prompt and sample
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 
+def request_seed(seed: int, *key: int) -> int:
+    """Returns the seed, of 63 bits, of the request with this key in a call."""
+    return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 def validate_request(
     prompts: Sequence[Prompt],
     samples: int,
@@ -123,7 +128,7 @@ def validate_tokens(
         ids = prefix.response_ids
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
             raise TrimtabError(f"{name} has token ids outside the model's vocabulary of {vocabulary}")
-        if not multi_turn and prefix.finish_reason != "stop" and stop.contains_stop(ids.tolist()):
+        if not multi_turn and prefix.finish_reason != "stop" and stop.end(ids.tolist()) is not None:
             raise TrimtabError(f"{name} contains a stop, so it is already complete: cut it before its last token")
 
 

@@ -65,15 +65,6 @@ class StopChecker:
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def contains_stop(self, ids: Sequence[int]) -> bool:
-        """Returns whether a stop id or stop string occurs anywhere in these ids."""
-        if not self._ids.isdisjoint(ids):
-            return True
-        if not self._strings:
-            return False
-        text = self._decode(ids)
-        return any(stop in text for stop in self._strings)
-
     def text(self, ids: Sequence[int]) -> str:
         """Returns the response as text, without special tokens, cut before the first stop string."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

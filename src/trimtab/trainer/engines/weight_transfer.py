@@ -39,8 +39,7 @@ ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
 Entry = Sequence[Any]
 
-SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096
-"""How many weights, and how many values of each, show whether an update arrived."""
+SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096  # weights, and values of each, that show whether an update arrived
 MEMORY = Path("/dev/shm")
 PREFIX = "trimtab-weights-"
 FILE = "model.safetensors"
@@ -76,9 +75,8 @@ class WeightManifest:
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the weights by their first names, each tied tensor once.
 
-        Raises:
-            TrimtabError: a name is missing, unknown or repeated, a shape differs, values are not finite, or two names
-                of one tied weight carry different values.
+        Raises `TrimtabError` if a name is missing, unknown or repeated, a shape differs, values are not finite, or two
+        names of one tied weight carry different values.
         """
         given: dict[str, Tensor] = {}
         for name, tensor in weights:
@@ -143,7 +141,11 @@ class SharedWeights:
 
 def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
     """Returns a copy of `weights` that other processes can map. Tied weights are stored once."""
-    descriptor = os.memfd_create("trimtab-weights") if hasattr(os, "memfd_create") else _temporary_file()
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("trimtab-weights")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
     try:
         return SharedWeights(descriptor, _write(descriptor, weights))
     except BaseException as error:
@@ -172,11 +174,6 @@ def require_all_loaded(missing: Iterable[Iterable[str]], engine: str) -> None:
             f"{engine} did not take over weight {names[0]!r} ({len(names)} in all): vLLM's model is not transformers'; "
             "use another engine for this model"
         )
-
-
-def _temporary_file() -> int:
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _write(descriptor: int, weights: Iterable[tuple[str, Any]]) -> list[Entry]:
@@ -253,7 +250,6 @@ class WeightFolder:
         return folder, f"{self.token}-{self._count}-v{version}"
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights written last."""
         if self.current is None:
             raise TrimtabError("the servers have not been given any weights yet: publish first")
         with safe_open(self.current / FILE, framework="pt") as file:

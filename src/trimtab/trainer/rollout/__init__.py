@@ -6,5 +6,5 @@ collector           scores the responses to a request
 responses           ways to get responses; others in `prefixes`, `demonstrations`
 prompts             the order of prompts, and their lengths
 schedule, buffer    which groups are generated and trained when; those that wait
-publication         gives an engine new weights, with `canary`, which checks what it samples from
+canary              gives an engine new weights, and checks that it samples from them
 """

@@ -23,8 +23,7 @@ from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import BufferedSource, Result, Weights
 from trimtab.types import Engine
 
-SHUTDOWN_TIMEOUT = 5.0
-"""Seconds to wait for threads to end before their engines are closed."""
+SHUTDOWN_TIMEOUT = 5.0  # seconds to wait for threads to end before their engines are closed
 
 
 class AsyncSource(BufferedSource):
@@ -51,7 +50,7 @@ class AsyncSource(BufferedSource):
             if hasattr(engine, "notify"):  # called in the engine's thread, where messages are queued
                 engine.notify = self._state.note  # pyright: ignore[reportAttributeAccessIssue]
         self._threads = [EngineThread(number, engine, self._state) for number, engine in enumerate(engines)]
-        self._scoring = Scoring(self._state)
+        self._scoring = threading.Thread(target=self._score_all, name="scoring", daemon=True)
         self._notify = notify
         self._started = False
 
@@ -64,7 +63,7 @@ class AsyncSource(BufferedSource):
         if not self._started:
             self._started = True
             state.working = len(self._threads)
-            for thread in (*(thread.thread for thread in self._threads), self._scoring.thread):
+            for thread in (*(thread.thread for thread in self._threads), self._scoring):
                 thread.start()
         with state.buffer.changed:
             self._raise_error()  # there may be no wait below: other engines may have the batch ready
@@ -132,7 +131,7 @@ class AsyncSource(BufferedSource):
             state.closed = True
             self._abort()
             state.buffer.changed.notify_all()
-        threads = [*(thread.thread for thread in self._threads), self._scoring.thread] if self._started else []
+        threads = [*(thread.thread for thread in self._threads), self._scoring] if self._started else []
         # A thread closes the environments of its request, after a call in progress.
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT + self.collector.responses.seconds_to_end
         for thread in threads:
@@ -193,23 +192,16 @@ class AsyncSource(BufferedSource):
         state = self._state
         return all(thread.idle for thread in self._threads) and not state.unscored and not state.scoring
 
-
-class Scoring:
-    """The thread that scores responses, oldest groups first, and puts usable groups into the buffer."""
-
-    def __init__(self, state: AsyncState) -> None:
-        self.state = state
-        self.thread = threading.Thread(target=self._run, name="scoring", daemon=True)
-
-    def _run(self) -> None:
+    def _score_all(self) -> None:
+        """The scoring thread: scores responses, oldest groups first, and puts usable groups into the buffer."""
         try:
-            while (generated := self._next()) is not None:
+            while (generated := self._next_unscored()) is not None:
                 self._score(generated)
         except BaseException as error:
-            self.state.fail(error)
+            self._state.fail(error)
 
-    def _next(self) -> GeneratedGroups | None:
-        state = self.state
+    def _next_unscored(self) -> GeneratedGroups | None:
+        state = self._state
         with state.buffer.changed:
             state.scoring = False
             state.buffer.changed.notify_all()
@@ -222,13 +214,10 @@ class Scoring:
             return oldest
 
     def _score(self, generated: GeneratedGroups) -> None:
-        buffer, stats = self.state.buffer, generated.stats
-        if buffer.is_live(generated.request):
-            groups = self.state.collector.score_groups(
-                generated.request, generated.prompts, generated.completions, stats
-            )
-            buffer.deliver(generated.request, groups, stats)
+        buffer, request, stats = self._state.buffer, generated.request, generated.stats
+        if buffer.is_live(request):
+            groups = self.collector.score_groups(request, generated.prompts, generated.completions, stats)
+            buffer.deliver(request, groups, stats)
             return
-        lengths = [completion.sampled_tokens for group in generated.completions for completion in group]
-        stats.response_tokens += sum(lengths)
+        stats.response_tokens += sum(one.sampled_tokens for group in generated.completions for one in group)
         buffer.count(stats)  # too old for every later batch: scores are not needed

@@ -40,7 +40,6 @@ class Buffer:
             ahead=bool(trainer.max_lag),
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
-        self._dynamic, self._samples = trainer.dynamic_sampling, trainer.samples
         self._relative_to_group = relative_to_group
         self._groups: dict[int, Group] = {}
         self._stats = RolloutStats()
@@ -67,11 +66,6 @@ class Buffer:
             self.halve_lag(halvings)
             self.changed.notify_all()
 
-    def reserve(self, count: int, version: int) -> GroupRange:
-        """Reserves the next `count` groups, to be generated while the trainer waits."""
-        with self.changed:
-            return self.schedule.reserve(count, version)
-
     def deliver(self, request: GroupRange, groups: Sequence[Group], stats: RolloutStats) -> None:
         """Adds scored groups, except those that the schedule has dropped in the meantime."""
         with self.changed:
@@ -79,7 +73,7 @@ class Buffer:
                 signal = has_reward_variance(group) or not self._relative_to_group
                 stats.groups += 1
                 stats.no_signal += not signal
-                if self.schedule.deliver(number, oldest(group), signal=signal or not self._dynamic):
+                if self.schedule.deliver(number, oldest(group), signal=signal or not self._trainer.dynamic_sampling):
                     self._groups[number] = group
             self._stats.add(stats)
             self.changed.notify_all()
@@ -100,18 +94,13 @@ class Buffer:
         with self.changed:
             return any(self.schedule.contains(number) for number in request.numbers)
 
-    @property
-    def missing(self) -> int:
-        """Number of groups that the next batch still needs."""
-        return self.schedule.prompts - len(self.schedule.ready())
-
     def expire(self) -> None:
         """Drops groups that are too old for every later batch, and counts their responses as stale."""
         with self.changed:
             for number in self.schedule.expire():
                 group = self._groups.pop(number, None)
                 # A group that is still being generated counts with all its samples.
-                self._stats.stale += self._samples if group is None else len(group)
+                self._stats.stale += self._trainer.samples if group is None else len(group)
             self.changed.notify_all()
 
     def take(

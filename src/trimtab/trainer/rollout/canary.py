@@ -1,4 +1,4 @@
-"""Checks after weight updates that the engine samples from the weights it was given.
+"""Gives an engine new weights (`publish`), and checks that it samples from them (`Canary`).
 
 An engine may report success and keep old weights: a tied head with a packed copy, keys and values that were cached
 under earlier weights, an update that was skipped. Training on such samples degrades slowly and without an error. So the
@@ -12,18 +12,20 @@ with the digits of the version, which no cache contains. Which half differs show
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trimtab.errors import DivergedError, TrimtabError
+from trimtab.errors import RESUME, DivergedError, EngineDeadError, TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.config.engine_sections import CanaryConfig
+from trimtab.trainer.engines.weight_transfer import checksum
+from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, SamplingParams
 
 # Length of a context: one token more than the largest block of a prefix cache (16 to 128 tokens), so that at least one
@@ -82,17 +84,12 @@ class _EngineSamples:
         return float(np.mean(distance if among is None else distance[among]))
 
 
-@dataclass(frozen=True, eq=False)
-class _LastCheck:
-    """The last check of an engine.
-
-    `expected` are the trainer's log-probs when the engine first returned these samples, `first` those of the engine's
-    first check.
-    """
+class _LastCheck(NamedTuple):
+    """The last check of an engine, with log-probs of the trainer."""
 
     samples: _EngineSamples
-    expected: CanaryPrediction
-    first: CanaryPrediction
+    expected: CanaryPrediction  # when the engine first returned these samples
+    first: CanaryPrediction  # at the engine's first check
 
 
 class Canary:
@@ -162,9 +159,8 @@ class Canary:
     def check(self, engine: Engine, expected: CanaryPrediction) -> float:
         """Returns the mean |log-prob difference| between `engine` and `expected`.
 
-        Raises:
-            TrimtabError: the engine reports another policy version or values that are not finite, did not change
-                although the policy did, or differs by more than the bound. The message names the likely cause.
+        Raises `TrimtabError` with the likely cause if the engine reports another policy version or values that are not
+        finite, did not change although the policy did, or differs by more than the bound.
         """
         samples = self._sample(engine, expected)
         difference = samples.difference(expected)
@@ -294,3 +290,41 @@ def _texts(tokenizer: Any, count: int, length: int) -> IntArray:
     ids = np.array(tokenizer.encode(CORPUS, add_special_tokens=False), dtype=np.int64)
     starts = np.arange(count) * len(ids) // count
     return ids[(starts[:, None] + np.arange(length)) % len(ids)]
+
+
+def publish(
+    engine: Engine,
+    weights: Iterable[tuple[str, Tensor]],
+    version: int,
+    canary: Canary | None,
+    expected: CanaryPrediction | None,
+) -> RolloutStats:
+    """Gives an engine weights, at most twice; returns statistics that say what was wrong the first time.
+
+    weights: can be iterated several times. expected: see `Canary.check`; None: the canary does not check this version.
+    Raises `TrimtabError` if they did not arrive the second time either.
+    """
+    stats = RolloutStats()
+    while True:
+        engine.update_weights(weights, version)
+        try:
+            _compare_checksums(engine, weights, version)
+            if canary is not None and expected is not None:
+                canary.check(engine, expected)
+            return stats
+        except TrimtabError as error:
+            if stats.republished or isinstance(error, DivergedError | EngineDeadError):
+                raise
+            stats.republished.append(f"{error}; published the weights again")
+
+
+def _compare_checksums(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    """Raises `TrimtabError` if an engine says that it has others (`EmbeddedEngine.weight_checksums`)."""
+    read = getattr(engine, "weight_checksums", None)
+    used: dict[str, tuple[torch.dtype, int]] = read() if read else {}
+    for name, weight in weights if used else ():
+        if name in used and checksum(weight, used[name][0]) != used[name][1]:
+            raise TrimtabError(
+                f"the engine's weight {name!r} is not that of version {version}: the publication did not reach it; "
+                f"start the engine again, then {RESUME}"
+            )

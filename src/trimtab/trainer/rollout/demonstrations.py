@@ -17,7 +17,7 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.trainer.config import GOLD, Config
 from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
+from trimtab.trainer.rollout.responses import Generate, Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.tasks.data_sets import read_rows
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams
@@ -67,7 +67,7 @@ class DemonstratedResponses(Responses):
         return cls(config, stream, sampling, texts, context)
 
     def respond(
-        self, request: GroupRange, sampler: Sampler, stats: RolloutStats
+        self, request: GroupRange, generate: Generate, stats: RolloutStats
     ) -> tuple[list[Prompt], list[list[Completion]]]:
         """Every group has `trainer.samples` members: a prompt without demonstrations is sampled more often."""
         assert self.config.demonstrations is not None
@@ -86,7 +86,7 @@ class DemonstratedResponses(Responses):
             )
         stats.add(found)
         max_sampled = samples - min(map(len, traces))
-        sampled = sampler.generate(prompts, max_sampled, self.sampling, seed=self.seed(request))
+        sampled = generate(prompts, max_sampled, self.sampling, seed=self.seed(request))
         return prompts, [one[: samples - len(joined)] + joined for one, joined in zip(sampled, traces, strict=True)]
 
     def take(self, prompt: Prompt, count: int, epoch: int, stats: RolloutStats) -> list[Completion]:

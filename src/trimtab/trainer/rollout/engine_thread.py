@@ -10,24 +10,20 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trimtab.errors import RESUME, EngineDeadError, TrimtabError
+from trimtab.trainer.engines.request import Prefixes
 from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.rollout.buffer import Buffer
-from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
+from trimtab.trainer.rollout.canary import Canary, CanaryPrediction, publish
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.publication import publish
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
-from trimtab.types import Completion, Engine, Prompt, SamplingParams, TurnHandler
+from trimtab.types import Completion, Engine, Prompt
 
-InFlight = Literal["finish", "continue"]
-
-MAX_RESTARTS = 5
-"""Restarts of an engine in a row, without a finished request, before the thread gives up."""
-RESTART_BACKOFF = 0.5
-"""Seconds before the second restart in a row; doubles with each further one."""
+MAX_RESTARTS = 5  # of an engine in a row, without a finished request, before the thread gives up
+RESTART_BACKOFF = 0.5  # seconds before the second restart in a row; doubles with each further one
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class AsyncState:
 
     collector: Collector
     buffer: Buffer
-    in_flight: InFlight
+    in_flight: Literal["finish", "continue"]
     chunk: int  # largest number of groups in a request
     canary: Canary | None = None
     update: WeightUpdate | None = None
@@ -90,18 +86,15 @@ class SourceClosed(Exception):
 
 
 class EngineThread:
-    """The thread of one engine. `version` is that of the engine's weights; None: unknown.
-
-    `dropped`: the request in progress is not needed any more, as the run went back to an earlier state.
-    """
+    """The thread of one engine."""
 
     def __init__(self, number: int, engine: Engine, state: AsyncState) -> None:
         self.number, self.engine, self.state = number, engine, state
         self.interrupt = threading.Event()
-        self.version: int | None = None
+        self.version: int | None = None  # of the engine's weights; None: unknown
         self.request: GroupRange | None = None
         self.idle = True
-        self.dropped = False
+        self.dropped = False  # the request in progress is not needed: the run went back to an earlier state
         self.is_lost = False
         self._losses = 0
         self.thread = threading.Thread(target=self._run, name=f"engine-{number}", daemon=True)
@@ -174,14 +167,26 @@ class EngineThread:
 
     def _generate(self, request: GroupRange) -> GeneratedGroups:
         """Generates the responses; after an abort continues them, under newer weights if there are any."""
-        stats = RolloutStats()
-        start = time.perf_counter()
-        sampler = _InterruptedSampler(self, request, stats)
-        prompts, completions = self.state.collector.responses.respond(request, sampler, stats)
+        engine, stats, start = self.engine, RolloutStats(), time.perf_counter()
+
+        def generate(*arguments: Any, prefixes: Prefixes | None = None, **options: Any) -> list[list[Completion]]:
+            while True:
+                decoded, prefilled = engine.decoded_tokens, engine.prefilled_tokens
+                completions = engine.generate(*arguments, prefixes=prefixes, abort=self.interrupt, **options)
+                # Of this call alone: the canary samples with the same engine after new weights.
+                stats.decoded += engine.decoded_tokens - decoded
+                stats.prefilled += engine.prefilled_tokens - prefilled
+                unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
+                if not unfinished or not self._resume(request):
+                    return completions
+                stats.interrupted += unfinished
+                prefixes = completions
+
+        prompts, completions = self.state.collector.responses.respond(request, generate, stats)
         stats.seconds_generating = time.perf_counter() - start
         return GeneratedGroups(request, prompts, completions, stats)
 
-    def weights_after_abort(self, request: GroupRange) -> bool:
+    def _resume(self, request: GroupRange) -> bool:
         """Loads newer weights, if there are any; returns False for a request that was dropped meanwhile."""
         with self.state.buffer.changed:
             update = self._wait_if_paused()
@@ -223,37 +228,3 @@ class EngineThread:
                 self.state.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
             else:
                 self.state.note(f"engine {self.number} does not come back ({error}); the others go on without it")
-
-
-@dataclass
-class _InterruptedSampler:
-    """The engine of a thread for one request: goes on with responses that were aborted to load new weights."""
-
-    thread: EngineThread
-    request: GroupRange
-    stats: RolloutStats
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        samples: int,
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        prefixes: Sequence[Sequence[Completion]] | None = None,
-        turns: TurnHandler | None = None,
-    ) -> list[list[Completion]]:
-        engine, stats = self.thread.engine, self.stats
-        while True:
-            decoded, prefilled = engine.decoded_tokens, engine.prefilled_tokens
-            completions = engine.generate(
-                prompts, samples, sampling, seed=seed, prefixes=prefixes, turns=turns, abort=self.thread.interrupt
-            )
-            # Of this call alone: the canary samples with the same engine after new weights.
-            stats.decoded += engine.decoded_tokens - decoded
-            stats.prefilled += engine.prefilled_tokens - prefilled
-            unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
-            if not unfinished or not self.thread.weights_after_abort(self.request):
-                return completions
-            stats.interrupted += unfinished
-            prefixes = completions

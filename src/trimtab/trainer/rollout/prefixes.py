@@ -17,7 +17,7 @@ import numpy as np
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.trainer.config import PrefixConfig
-from trimtab.trainer.rollout.responses import Responses, RolloutStats, Sampler
+from trimtab.trainer.rollout.responses import Generate, Responses, RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, FloatArray, Prompt, Trajectory
@@ -55,7 +55,7 @@ class PrefixedResponses(Responses):
         return not self._waiting
 
     def respond(
-        self, request: GroupRange, sampler: Sampler, stats: RolloutStats
+        self, request: GroupRange, generate: Generate, stats: RolloutStats
     ) -> tuple[list[Prompt], list[list[Completion]]]:
         starts_cycle, prefixes = self.starts_cycle, None
         if starts_cycle:
@@ -64,12 +64,12 @@ class PrefixedResponses(Responses):
             prompts, prefixes = self.take(request.count)
             stats.response_tokens -= sum(len(prefix.response_ids) for group in prefixes for prefix in group)
         samples = self.config.trainer.samples
-        completions = sampler.generate(prompts, samples, self.sampling, seed=self.seed(request), prefixes=prefixes)
+        completions = generate(prompts, samples, self.sampling, seed=self.seed(request), prefixes=prefixes)
         self.observe([len(completion.response_ids) for responses in completions for completion in responses])
         # The current weights are the historical policy of the next batches: no second copy of weights is needed.
         if starts_cycle and self.batches:
             later = self.stream.at(request.first + request.count, request.count * self.batches)
-            stats.response_tokens += self.refill(later, sampler)
+            stats.response_tokens += self.refill(later, generate)
         return prompts, completions
 
     def observe(self, lengths: Sequence[int]) -> None:
@@ -77,18 +77,15 @@ class PrefixedResponses(Responses):
         self._observed += len(lengths)
         self._observed_tokens += sum(lengths)
 
-    def refill(self, prompts: Sequence[Prompt], sampler: Sampler) -> int:
-        """Samples the prefixes of the next `batches` batches from the engine's current weights.
-
-        Returns the number of sampled tokens.
-        """
+    def refill(self, prompts: Sequence[Prompt], generate: Generate) -> int:
+        """Samples the prefixes of the next `batches` batches from the engine's weights; returns how many tokens."""
         whole = self._section.whole or self._section.rule == "entropy"
         limit = self.sampling.max_tokens if whole else self._budget()
         seed, count = self.config.seed, self.config.trainer.samples // self._section.share
         drawn = [[Completion.empty()] * count for _ in prompts]
         if limit:
             shortened = replace(self.sampling, max_tokens=limit)
-            drawn = sampler.generate(prompts, count, shortened, seed=derive(seed, "prefix", self.cycle))
+            drawn = generate(prompts, count, shortened, seed=derive(seed, "prefix", self.cycle))
         rng = np.random.default_rng(derive(seed, "prefix-cut", self.cycle))
         self._waiting = [
             (prompt, [cut(self._section, item, rng.random()) if whole else item.truncated(limit) for item in group])

@@ -6,9 +6,9 @@ Its subclasses are other ways: `EpisodeResponses` (tools answer between their tu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episode import EpisodeCounts
@@ -16,7 +16,10 @@ from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
-from trimtab.types import Completion, Prompt, SamplingParams, TurnHandler
+from trimtab.types import Completion, Prompt, SamplingParams
+
+Generate = Callable[..., list[list[Completion]]]
+"""`Engine.generate`, without `abort`. Responses to a request that was given up meanwhile end in "abort"."""
 
 
 @dataclass
@@ -54,23 +57,6 @@ class RolloutStats:
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
-class Sampler(Protocol):
-    """An engine, or the thread of one, which continues responses that new weights interrupted."""
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        samples: int,
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        prefixes: Sequence[Sequence[Completion]] | None = None,
-        turns: TurnHandler | None = None,
-    ) -> list[list[Completion]]:
-        """As `Engine.generate`. Responses to a request that was given up meanwhile end in "abort"."""
-        ...
-
-
 @dataclass
 class Responses:
     """A way to get the responses of a run."""
@@ -81,18 +67,18 @@ class Responses:
 
     @property
     def seconds_to_end(self) -> float:
-        """Longest time until `respond` returns after its sampler was aborted."""
+        """Longest time until `respond` returns after its engine was aborted."""
         return 0.0
 
     def respond(
         self,
         request: GroupRange,
-        sampler: Sampler,
+        generate: Generate,
         stats: RolloutStats,  # noqa: ARG002
     ) -> tuple[list[Prompt], list[list[Completion]]]:
         """Returns the prompts of a request and the responses to each."""
         prompts = self.prompts(request)
-        return prompts, sampler.generate(prompts, self.config.trainer.samples, self.sampling, seed=self.seed(request))
+        return prompts, generate(prompts, self.config.trainer.samples, self.sampling, seed=self.seed(request))
 
     def prompts(self, request: GroupRange) -> list[Prompt]:
         """Returns the prompts of a request, one for each group."""
@@ -124,12 +110,12 @@ class EpisodeResponses(Responses):
     def respond(
         self,
         request: GroupRange,
-        sampler: Sampler,
+        generate: Generate,
         stats: RolloutStats,  # noqa: ARG002
     ) -> tuple[list[Prompt], list[list[Completion]]]:
         prompts, samples = self.prompts(request), self.config.trainer.samples
         # A group's environments are the same, whatever request it belongs to.
         seeds = [reset_seed(self.config.seed, number) for number in request.numbers]
         return prompts, self.runner.generate(
-            sampler.generate, prompts, samples, self.sampling, seed=self.seed(request), reset_seeds=seeds
+            generate, prompts, samples, self.sampling, seed=self.seed(request), reset_seeds=seeds
         )

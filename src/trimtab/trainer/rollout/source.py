@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from trimtab.trainer.rollout.buffer import Buffer
-from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
+from trimtab.trainer.rollout.canary import Canary, CanaryPrediction, publish
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.publication import publish
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import Engine
 
@@ -137,15 +136,15 @@ class SyncSource(BufferedSource):
         trainer = self.collector.config.trainer
         self.buffer.schedule.wait(version, batches_left)
         for round_number in range(trainer.refill_rounds if trainer.dynamic_sampling else 1):
-            if missing := self.buffer.missing:
+            if missing := trainer.prompts - len(self.buffer.schedule.ready()):
                 self._sample(missing, refill=bool(round_number))
         return self.buffer.take(version, partial=True)
 
     def _sample(self, count: int, *, refill: bool = False) -> None:
         start, stats = time.perf_counter(), RolloutStats(refilled=count if refill else 0)
         decoded, prefilled = self.engine.decoded_tokens, self.engine.prefilled_tokens
-        request = self.buffer.reserve(count, self.engine.policy_version)
-        prompts, completions = self.collector.responses.respond(request, self.engine, stats)
+        request = self.buffer.schedule.reserve(count, self.engine.policy_version)
+        prompts, completions = self.collector.responses.respond(request, self.engine.generate, stats)
         stats.decoded += self.engine.decoded_tokens - decoded
         stats.prefilled += self.engine.prefilled_tokens - prefilled
         stats.seconds_generating += time.perf_counter() - start

@@ -16,8 +16,7 @@ from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import weight_quantization
-from trimtab.trainer.engines.factory import split_devices, split_threads
-from trimtab.trainer.engines.local_engine import build_engine
+from trimtab.trainer.engines.factory import build_engine, split_devices, split_threads
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.load import default_device
 

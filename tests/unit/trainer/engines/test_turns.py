@@ -8,11 +8,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import After, forward_logps, prompts, tiny, tokenizer
+from tests.support.engines import After, assert_same, forward_logps, prompts, tiny, tokenizer
 from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines import turn_exchange
+from trimtab.trainer.engines import decoding_rows
 from trimtab.trainer.engines.embedded import embedded_engine, shared_prompt_decoder
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.invariant import make_invariant
@@ -20,7 +20,6 @@ from trimtab.types import EXTERNAL_VERSION, Completion, SamplingParams, TurnResu
 
 LENGTHS = [5, 1, 17, 30]
 STOPS = SamplingParams(max_tokens=70, stop=("a", "b", "c"), stop_ids=(7, 8, 20, 21, 22, 23))
-Groups = list[list[Completion]]
 
 
 def make(name: str = "llama", *, invariant: bool = False) -> EmbeddedEngine:
@@ -31,18 +30,6 @@ def make(name: str = "llama", *, invariant: bool = False) -> EmbeddedEngine:
     if invariant or name == "qwen3-moe":  # torch multiplies its experts in float32 at most
         return EmbeddedEngine(model, tokenizer(), torch.float32)
     return EmbeddedEngine(model.double(), tokenizer(), torch.float64)
-
-
-def assert_close(expected: Groups, got: Groups) -> None:
-    for a, b in zip(chain(*expected), chain(*got), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        assert (a.finish_reason, a.text) == (b.finish_reason, b.text)
-        assert a.sampled.tolist() == b.sampled.tolist()
-        assert a.policy_version.tolist() == b.policy_version.tolist()
-        for x, y in zip(a.sampling_mask or (), b.sampling_mask or (), strict=True):
-            assert x.tolist() == y.tolist()
-        np.testing.assert_allclose(a.logp_behavior, b.logp_behavior, atol=1e-4)
-        np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-4)
 
 
 @torch.no_grad()
@@ -69,16 +56,13 @@ def test_late_results_change_no_token(name: str, invariant: bool, monkeypatch: p
     """Rows that wait long are shifted, and their batch needs positions beyond its first allocation."""
     engine, asked = make(name, invariant=invariant), prompts(LENGTHS)
     expected = engine.generate(asked, 3, STOPS, seed=3, turns=ScriptedTurns(70))
-    monkeypatch.setattr(turn_exchange, "MAX_WAIT", 0.0)
-    monkeypatch.setattr(turn_exchange, "POLL_INTERVAL", 0.0)
+    monkeypatch.setattr(decoding_rows, "MAX_WAIT", 0.0)
+    monkeypatch.setattr(decoding_rows, "POLL_INTERVAL", 0.0)
     monkeypatch.setattr(shared_prompt_decoder, "BLOCK", 4)
     for share, late in ((0, {2: 45, 3: 3}), (2, {0: 60, 1: 1, 2: 25})):
         monkeypatch.setattr(embedded_engine, "COMPACT_SHARE", share)
         got = engine.generate(asked, 3, STOPS, seed=3, turns=ScriptedTurns(70, late=late))
-        assert_close(expected, got)
-        if invariant:
-            for a, b in zip(chain(*expected), chain(*got), strict=True):
-                assert np.array_equal(a.logp_behavior, b.logp_behavior, equal_nan=True)
+        assert_same(got, expected, atol=None if invariant else 1e-4)
 
 
 def test_results_in_time_repeat_bit_for_bit_whatever_the_clock_does() -> None:
@@ -101,8 +85,7 @@ def test_results_in_time_repeat_bit_for_bit_whatever_the_clock_does() -> None:
 
     engine, asked = make(), prompts(LENGTHS)
     one, two = (engine.generate(asked, 3, STOPS, seed=3, turns=Threads(seed)) for seed in (0, 1))
-    for a, b in zip(chain(*one), chain(*two), strict=True):
-        assert np.array_equal(a.logp_behavior, b.logp_behavior, equal_nan=True)
+    assert_same(one, two)
 
 
 def test_nothing_is_prefilled_twice_and_every_token_is_run_once() -> None:
@@ -135,7 +118,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_tokens(name: str, late: dict
             handler._late = {}
             checks = checks + 7
         assert aborted
-        assert_close(expected, groups)
+        assert_same(groups, expected, atol=1e-4)
         for a, b in zip(chain(*expected), chain(*groups), strict=True):
             assert (a.routed_experts is None) == (not routes)
             if routes:

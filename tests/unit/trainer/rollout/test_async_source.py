@@ -59,6 +59,19 @@ def until(interrupt: AbortSignal) -> None:
     assert interrupt.wait(30), "nobody interrupted"
 
 
+def pausing(at: int, began: threading.Event, then: int = LENGTH) -> Act:
+    """Stand still in call `at` until interrupted, and write `then` tokens."""
+
+    def act(call: int, interrupt: AbortSignal) -> int:
+        if call != at:
+            return LENGTH
+        began.set()
+        until(interrupt)
+        return then
+
+    return act
+
+
 def dead(_call: int, _interrupt: AbortSignal) -> int:
     raise EngineDeadError("gone")
 
@@ -93,7 +106,7 @@ def test_random_environments_do_not_depend_on_how_requests_are_cut(desk: Open) -
     for requests in ([GroupRange(0, 4)], [GroupRange(0, 1), GroupRange(1, 3)]):
         seen.append({})
         for request in requests:
-            responses.respond(request, Scripted(), RolloutStats())
+            responses.respond(request, Scripted().generate, RolloutStats())
     assert len(set(seen[0].values())) == 4
     assert seen[0] == seen[1]
 
@@ -255,15 +268,7 @@ class Counting(Scripted):
 
 def test_continue_goes_on_under_the_new_weights(desk: Open) -> None:
     began = threading.Event()
-
-    def act(call: int, interrupt: AbortSignal) -> int:
-        if call == 1:  # the batch after the first one
-            began.set()
-            until(interrupt)
-            return 3
-        return LENGTH
-
-    one = desk(Counting(act), in_flight="continue")
+    one = desk(Counting(pausing(1, began, then=3)), in_flight="continue")  # in the batch after the first one
     one.feed.take(0, 2)
     assert began.wait(30)
     one.publish(1)
@@ -308,7 +313,7 @@ def test_a_buffer_for_one_sampler_is_empty_after_every_publication(desk: Open) -
 def test_what_older_weights_wrote_is_stale_after_a_publication(max_lag: int | None) -> None:
     """Without a lag too: a batch of groups without signal leaves groups over that were generated for it."""
     buffer = Buffer(TrainerConfig(prompts=2, samples=2, sync_every=3, max_lag=max_lag), single_behavior=True)
-    buffer.reserve(2, version=0)
+    buffer.schedule.reserve(2, version=0)
     for now, stale in ((2, 0), (3, 2 * 2)):
         buffer.schedule.wait(now)
         buffer.expire()
@@ -329,7 +334,7 @@ def test_aborted_episodes_are_not_asked_for_rewards(desk: Open, length: int, ask
             return 0.0
 
     one = desk(Scripted(), environment=Asked)
-    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length), RolloutStats())
+    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length).generate, RolloutStats())
     assert len(calls) == asked
 
 
@@ -346,12 +351,7 @@ def test_closing_waits_until_environments_are_closed(desk: Open, monkeypatch: py
             threading.Event().wait(0.3)  # longer than the threads of a run without environments get
             closed.append(self)
 
-    def act(_call: int, interrupt: AbortSignal) -> int:
-        began.set()
-        until(interrupt)
-        return 1
-
-    one = desk(Scripted(act), environment=Slow)
+    one = desk(Scripted(pausing(0, began, then=1)), environment=Slow)
     threading.Thread(target=lambda: began.wait(30) and one.feed._state.fail(TrimtabError("later"))).start()
     with pytest.raises(TrimtabError, match="later"):
         one.feed.take(0, 1)
@@ -409,14 +409,7 @@ def test_the_state_of_responses_is_saved_and_restored(desk: Open, monkeypatch: p
 
 def test_closing_ends_a_call_in_progress(desk: Open) -> None:
     began = threading.Event()
-
-    def act(call: int, interrupt: AbortSignal) -> int:
-        if call == 1:
-            began.set()
-            until(interrupt)
-        return LENGTH
-
-    engine = Scripted(act)
+    engine = Scripted(pausing(1, began))
     one = desk(engine)
     one.feed.take(0, 5)
     assert began.wait(30)
@@ -427,14 +420,7 @@ def test_closing_ends_a_call_in_progress(desk: Open) -> None:
 def test_a_restored_feed_goes_on_with_what_was_ready_and_asks_again_for_the_rest(desk: Open) -> None:
     """Killed with one batch ready and one half written: both are consumed, each group once."""
     began = threading.Event()
-
-    def act(call: int, interrupt: AbortSignal) -> int:
-        if call == 2:
-            began.set()
-            until(interrupt)
-        return LENGTH
-
-    one = desk(Scripted(act))
+    one = desk(Scripted(pausing(2, began)))
     assert [group[0].group for group in one.feed.take(0, 4)[0]] == [0, 1, 2, 3]
     one.publish(1)
     assert began.wait(30)

@@ -113,7 +113,7 @@ def scored(
     if void is not None:
         sections = {"sampling": {"max_tokens": 4}, "environment": {"name": "swap", "void": void}}
         source.collector.config = load_config({"trainer": trainer, **sections})
-    request = source.buffer.reserve(len(completions), UPDATES)
+    request = source.buffer.schedule.reserve(len(completions), UPDATES)
     prompts = source.collector.stream.at(0, len(completions))
     return source.collector.score_groups(request, prompts, completions, stats), stats
 

@@ -16,8 +16,7 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantization
 from trimtab.trainer.engines.weight_transfer import SUMMED_VALUES, SUMMED_WEIGHTS, checksum
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.rollout.canary import Canary
-from trimtab.trainer.rollout.publication import publish
+from trimtab.trainer.rollout.canary import Canary, publish
 
 MODEL, TOKENIZER = laboratory.build(seed=0)
 

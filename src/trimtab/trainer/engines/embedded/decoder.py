@@ -97,12 +97,8 @@ def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
 class PromptGrid:
     """The rows of a batch by prompt, for attention of all rows of a prompt to its keys in one product.
 
-    Args:
-        prompt: the prompt of each row, (rows,), ascending.
-
-    Attributes:
-        used: the prompts that have rows, (prompts,).
-        prompt: of each row, as an index into `used`.
+    `prompt` (rows,) is the prompt of each row, ascending on input and then an index into `used` (prompts,), the prompts
+    that have rows.
     """
 
     def __init__(self, prompt: Tensor) -> None:
@@ -166,17 +162,14 @@ class ExpertRecorder:
 
     def step(self, rows: Sequence[DecodingRow], live: Sequence[bool]) -> None:
         """Records a step, which ran the last token of each row; finished rows are skipped."""
-        choices = self._take_choices()
-        for row, alive, experts in zip(rows, live, choices, strict=True):
+        for row, alive, experts in zip(rows, live, self._tape.take().cpu().numpy(), strict=True):
             if alive:
                 row.routes.append(experts[None])
 
     def _split(self, real: Tensor) -> list[ExpertArray]:
         counts = real.sum(-1).cumsum(0).tolist()
-        return np.split(self._take_choices()[real.flatten().cpu().numpy()], counts[:-1])
-
-    def _take_choices(self) -> ExpertArray:
-        return self._tape.take().cpu().numpy()
+        choices = self._tape.take().cpu().numpy()
+        return np.split(choices[real.flatten().cpu().numpy()], counts[:-1])
 
 
 class CachedDecoder:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.decoding_rows import DecodingRow, build_rows, grouped_completions
+from trimtab.trainer.engines.decoding_rows import DecodingRow, TurnExchange, build_rows, grouped_completions
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder, plan_prefill
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
 from trimtab.trainer.engines.embedded.sampling import SampledTokens, sample_tokens, uniform_draws
@@ -26,7 +26,6 @@ from trimtab.trainer.engines.embedded.shared_prompt_decoder import LlamaBlocks, 
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
-from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.trainer.engines.weight_transfer import SUMMED_WEIGHTS, WeightManifest, checksum
 from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import round_up
@@ -52,10 +51,8 @@ class EmbeddedEngine:
     Args:
         dtype: of the copy. Rollouts in bfloat16 differ from a float32 trainer.
         quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
-        routes: completions hold the routed experts of each token (`types.Completion.routed_experts`).
-
-    Raises:
-        TrimtabError: `routes` for a model without known routers.
+        routes: completions hold the routed experts of each token (`types.Completion.routed_experts`). It is an error
+            for a model without known routers.
     """
 
     def __init__(
@@ -101,9 +98,6 @@ class EmbeddedEngine:
         completions of an aborted call, given as `prefixes` of a call with the same seed and weights, are continued with
         the tokens of the call without abort. This holds in float32 and with invariant numerics; otherwise the keys and
         values of a prefix are rounded slightly differently in bfloat16.
-
-        Raises:
-            TrimtabError: the arguments do not fit the model or each other; the model's logits are not finite.
         """
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
@@ -114,17 +108,16 @@ class EmbeddedEngine:
             validate_routes(prefixes, prompts, router_info(self._model))
         for row in rows:
             row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
-        exchange = resume_turns(turns, abort, rows, stop, self.policy_version, sampling)
+        exchange = TurnExchange(turns, abort, stop, self.policy_version, sampling)
+        exchange.resume(rows)
         record = record_routing(self._model) if self._routes else contextlib.nullcontext()
         with record as tape:
             for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
-                if abort is not None and abort.is_set():
+                if exchange.aborted:
                     break
                 recorder = None if tape is None else ExpertRecorder(tape)
                 decoder = self._decoder(batch, prompts, sampling.max_tokens, recorder)
-                loop = DecodingLoop(
-                    decoder, batch, sampling, stop, self.policy_version, exchange, abort, recorder, self._invariant
-                )
+                loop = DecodingLoop(decoder, batch, sampling, exchange, recorder, self._invariant)
                 loop.run()
                 self.prefilled_tokens += decoder.prefilled
                 self.decoded_tokens += loop.decoded
@@ -154,9 +147,7 @@ class EmbeddedEngine:
         """Copies named weights into the model, and quantizes them unless `as_is`; see `types.Engine`.
 
         Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
-
-        Raises:
-            TrimtabError: the weights are not those of the model (`WeightManifest.check`); then none is copied.
+        Raises `TrimtabError` if the weights are not those of the model (`WeightManifest.check`); then none is copied.
         """
         given = self._manifest.check(weights)
         state = self._model.state_dict(keep_vars=True)
@@ -183,7 +174,6 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _quantize(self) -> None:
-        """Quantizes the weights after they were cast to the engine's dtype."""
         for name in self._quantized_names:
             weight = self._model.get_parameter(name)
             weight.copy_(self._quantization.apply(name, weight, self.policy_version))
@@ -231,24 +221,16 @@ class EmbeddedEngine:
 class DecodingLoop:
     """Decodes rows in lockstep until each is complete, or the call is aborted.
 
-    Attributes:
-        rows: in the order of the decoder's batch; those that are complete are removed from time to time.
-        version: policy version of the weights.
-        exchange: the turns of multi-turn responses. A row that waits for a result is not decoded.
-        invariant: log-probs are those of the trainer's head.
-        decoded: tokens run through the model so far.
+    A row that waits for the result of its turn is not decoded.
     """
 
     decoder: Decoder
-    rows: list[DecodingRow]
+    rows: list[DecodingRow]  # in the decoder's order; those that are complete are removed from time to time
     sampling: SamplingParams
-    stop: StopChecker
-    version: int
-    exchange: TurnExchange | None = None
-    abort: AbortSignal | None = None
-    recorder: ExpertRecorder | None = None
-    invariant: bool = False
-    decoded: int = field(default=0, init=False)
+    exchange: TurnExchange
+    recorder: ExpertRecorder | None
+    invariant: bool  # log-probs are those of the trainer's head
+    decoded: int = field(default=0, init=False)  # tokens run through the model so far
 
     def run(self) -> None:
         logits = self.decoder.first
@@ -256,12 +238,9 @@ class DecodingLoop:
             sampled = self._sample(logits)
             decoded = [i for i, row in enumerate(self.rows) if row.active]
             self._append(sampled, decoded)
-            self._detect_ends([self.rows[i] for i in decoded])
-            if self.exchange is not None:
-                self.exchange.join(self.sampling.max_tokens, idle=not any(row.active for row in self.rows))
-            if all(row.complete for row in self.rows):
-                return
-            if self.abort is not None and self.abort.is_set():
+            self.exchange.detect_ends([self.rows[i] for i in decoded])
+            self.exchange.join(idle=not any(row.active for row in self.rows))
+            if all(row.complete for row in self.rows) or self.exchange.aborted:
                 return
             logits = self._step(self._remove_finished(sampled.ids))
 
@@ -280,18 +259,6 @@ class DecodingLoop:
         sampled = sample_tokens(logits, draws, self.sampling)
         return with_trainer_logps(sampled, logits, self.sampling.temperature) if self.invariant else sampled
 
-    def _detect_ends(self, rows: list[DecodingRow]) -> None:
-        """Completes the rows whose last token ends them, and submits the turns that it ends."""
-        max_turn_tokens = None if self.exchange is None else self.exchange.max_turn_tokens
-        rows = [row for row in rows if row.sampled[-1]]  # a stop in an observation ends nothing
-        for row, ended in zip(rows, self.stop.ended([row.turn_ids for row in rows]), strict=True):
-            if ended and self.exchange is not None:
-                self.exchange.submit(row, row.completion(self.version, self.stop))
-            elif ended:
-                row.finish, row.complete = "stop", True
-            else:
-                row.complete = row.is_full(self.sampling.max_tokens, max_turn_tokens)
-
     def _remove_finished(self, tokens: Tensor) -> Tensor:
         """Removes complete rows if they are many; returns the token that every remaining row is to run."""
         index = [i for i, row in enumerate(self.rows) if not row.complete]
@@ -300,7 +267,7 @@ class DecodingLoop:
             kept = torch.tensor(index, device=tokens.device)
             self.decoder.keep(kept)
             self.rows, tokens = [self.rows[i] for i in index], tokens[kept]
-        if self.exchange is not None:  # rows whose turn has just ended run its last token later
+        if self.exchange.handler is not None:  # rows whose turn has just ended run its last token later
             tokens = torch.tensor([row.ids[-1] for row in self.rows], device=tokens.device)
         return tokens
 

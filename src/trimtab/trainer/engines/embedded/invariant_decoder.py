@@ -108,19 +108,16 @@ class InvariantDecoder:
 
     def _prefill(self, starts: PrefillPlan, prefix_lengths: Tensor) -> Float[Tensor, "starts vocabulary"]:
         """Runs every prompt and prefix once; returns the logits after each start."""
-        lengths, logits = self._lengths.tolist(), None
+        lengths = self._lengths.tolist()
         starts_of_prompt = [(starts.prompt == p).nonzero()[:, 0] for p in range(len(lengths))]
         # A prompt is run with all its prefixes.
         sizes = [
             length + int(prefix_lengths[index].sum()) for length, index in zip(lengths, starts_of_prompt, strict=True)
         ]
-        for block in prefill_blocks(sizes):
-            index = torch.cat([starts_of_prompt[p] for p in block])
-            result = self._prefill_block(starts, block, index, prefix_lengths)
-            logits = result.new_empty(len(prefix_lengths), result.shape[1]) if logits is None else logits
-            logits[index] = result
-        assert logits is not None
-        return logits
+        blocks = prefill_blocks(sizes)
+        index = [torch.cat([starts_of_prompt[p] for p in block]) for block in blocks]
+        logits = [self._prefill_block(starts, *part, prefix_lengths) for part in zip(blocks, index, strict=True)]
+        return torch.cat(logits)[torch.cat(index).argsort()]
 
     def _prefill_block(self, starts: PrefillPlan, prompts: list[int], index: Tensor, prefix_lengths: Tensor) -> Tensor:
         device = prefix_lengths.device

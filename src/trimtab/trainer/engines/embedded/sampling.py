@@ -41,11 +41,7 @@ class SampledTokens:
     top: tuple[Tensor, Tensor] | None = None
 
     def to_lists(self) -> tuple[list[int], list[float], list[float]]:
-        """Copies ids, log-probs and entropies to the CPU, in one transfer for each token of a batch.
-
-        Raises:
-            DivergedError: the logits are not finite.
-        """
+        """Copies ids, log-probs and entropies to the CPU; raises `DivergedError` if they are not finite."""
         numbers = torch.stack([self.ids.double(), self.logp.double(), self.entropy.double()])
         ids, logp, entropy = numbers.tolist()  # float64 holds all three exactly
         if not all(map(math.isfinite, entropy)):
@@ -80,18 +76,14 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> 
         sample(_scores(part, sampling.temperature), u, sampling)
         for part, u in zip(logits.split(rows), uniform.split(rows), strict=True)
     ]
+    tops = [part.top for part in parts if part.top is not None]
     return SampledTokens(
         torch.cat([part.ids for part in parts]),
         torch.cat([part.logp for part in parts]).float(),
         torch.cat([part.entropy for part in parts]).float(),
         [ids for part in parts for ids in part.kept or ()] if sampling.truncated else None,
-        _concatenate([part.top for part in parts]),
+        (torch.cat([ids for ids, _ in tops]), torch.cat([logp for _, logp in tops]).float()) if tops else None,
     )
-
-
-def _concatenate(parts: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Tensor] | None:
-    tops = [part for part in parts if part is not None]
-    return (torch.cat([ids for ids, _ in tops]), torch.cat([logp for _, logp in tops]).float()) if tops else None
 
 
 def _greedy(logits: Tensor, sampling: SamplingParams) -> SampledTokens:

@@ -20,15 +20,11 @@ from trimtab.errors import TrimtabError
 
 # Nothing that imports torch, which takes seconds without a heartbeat.
 from trimtab.trainer.config import Config
-from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
+from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn, HostedTurns
 from trimtab.trainer.processes import Message, Parent
 from trimtab.types import Completion, Engine
 
 SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
-
-# The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
-# `decoded_tokens` and `prefilled_tokens` of the hosted engine.
-CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
 
 
 class EngineHost:
@@ -56,7 +52,7 @@ class EngineHost:
     def build(self, config: Config, folder: Path, threads: int) -> None:
         import torch
 
-        from trimtab.trainer.engines.local_engine import build_engine
+        from trimtab.trainer.engines.factory import build_engine
 
         torch.set_num_threads(threads)
         self.engine = build_engine(config, folder)
@@ -99,13 +95,11 @@ class EngineHost:
         return engine.weight_checksums() if hasattr(engine, "weight_checksums") else {}
 
     def send_turn(self, turn: EndedTurn) -> None:
-        """Sends a turn to the caller."""
         raise NotImplementedError
 
     def handled(self, turn: HandledTurn) -> None:
         """Takes what follows a turn that was sent."""
-        turns = self._turns
-        if turns is not None:
+        if (turns := self._turns) is not None:
             turns.handled(turn)
 
     def abort(self, call: int) -> None:

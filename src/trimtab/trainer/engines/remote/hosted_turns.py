@@ -1,4 +1,4 @@
-"""The turns of a hosted engine: their `TurnHandler` is in the caller's process, so turns and results are messages.
+"""The messages of a hosted engine, and its turns: their `TurnHandler` is in the caller's process.
 
 Not in `engine_host.py`, which is the main module of its process: the caller could not load messages of its classes.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trimtab.types import Completion, TurnResult
+
+# The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
+# `decoded_tokens` and `prefilled_tokens` of the hosted engine.
+CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
 
 
 class EndedTurn(NamedTuple):
@@ -31,12 +35,7 @@ class HandledTurn(NamedTuple):
 
 
 class HostedTurns:
-    """The handler that a hosted engine gets (`types.TurnHandler`). `handled` is called from another thread.
-
-    Args:
-        call: the number of the call.
-        send: sends a turn to the caller.
-    """
+    """The handler that a hosted engine gets (`types.TurnHandler`). `handled` is called from another thread."""
 
     def __init__(self, call: int, max_turn_tokens: int, send: Callable[[EndedTurn], None]) -> None:
         self.max_turn_tokens = max_turn_tokens

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trimtab.trainer.config import Config
-from trimtab.trainer.engines.remote.engine_host import CallResult
-from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
+from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import TransportLost
 from trimtab.trainer.engines.weight_transfer import SharedWeights, share
 from trimtab.trainer.processes import TRANSFER_TIMEOUT, WorkerProcess
@@ -23,7 +22,7 @@ class ProcessTransport:
     Its output is not shown on the terminal; the last line is quoted when the process dies.
 
     Args:
-        config, folder: the arguments of `local_engine.build_engine`.
+        config, folder: the arguments of `factory.build_engine`.
         threads: processor threads the engine may use.
         devices: CUDA_VISIBLE_DEVICES of the process; None: that of this process.
     """

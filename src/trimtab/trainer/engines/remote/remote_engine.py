@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.engines.remote.engine_host import CallResult
-from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn
+from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn
 from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes
 from trimtab.types import AbortSignal, Completion, FloatArray, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
 
@@ -22,13 +21,9 @@ class TransportLost(Exception):
 
 
 class Transport(Protocol):
-    """A connection to an `EngineHost` in another process. One call at a time is in progress.
+    """A connection to an `EngineHost` in another process. One call at a time is in progress."""
 
-    Attributes:
-        turns: those that `wait` received and nobody has taken.
-    """
-
-    turns: list[EndedTurn]
+    turns: list[EndedTurn]  # those that `wait` received and nobody has taken
 
     @property
     def pid(self) -> int:
@@ -48,9 +43,7 @@ class Transport(Protocol):
         """Returns the answer to the call if it ends within `seconds`, and otherwise None. Raises `TransportLost`."""
         ...
 
-    def send_result(self, turn: HandledTurn) -> None:
-        """Sends what follows a turn."""
-        ...
+    def send_result(self, turn: HandledTurn) -> None: ...
 
     def abort(self, call: int) -> None:
         """Sets the abort signal of a call."""
@@ -73,40 +66,13 @@ class Transport(Protocol):
         ...
 
 
-class _CallTurns:
-    """The turns of one call: they come from the other side, and what follows each goes back there."""
-
-    def __init__(self, handler: TurnHandler, transport: Transport) -> None:
-        self._handler, self._transport = handler, transport
-        self._waiting: list[tuple[int, int]] = []
-
-    def forward(self, current: int) -> None:
-        """Submits the turns of call number `current` that ended, and sends the results that are known now."""
-        ended, self._transport.turns = self._transport.turns, []
-        results: list[tuple[tuple[int, int], TurnResult | None]] = []
-        for call, prompt, sample, completion in ended:
-            if call == current:  # not of an earlier one, which was aborted
-                finish = self._handler.submit(prompt, sample, completion)
-                if finish is None:
-                    self._waiting.append((prompt, sample))
-                else:
-                    results.append(((prompt, sample), TurnResult.end(finish)))
-        results += [(turn, self._handler.result(*turn, 0.0)) for turn in self._waiting]
-        self._waiting = [turn for turn, result in results if result is None]
-        for turn, result in results:
-            if result is not None:
-                self._transport.send_result(HandledTurn(current, *turn, result))
-
-
 class RemoteEngine:
     """An engine behind a transport (`types.Engine`). Weights must be published before anything is generated.
 
     With the same number of threads, tokens and log-probs equal those of the same engine in this process, bit for bit.
-    Errors in the engine's specification are raised by the first call at the latest.
-
-    Args:
-        hang_timeout: seconds without a heartbeat after which a call raises `EngineDeadError`. While the engine
-            generates, heartbeats need new tokens; otherwise they need a running process.
+    Errors in the engine's specification are raised by the first call at the latest. After `hang_timeout` seconds
+    without a heartbeat a call raises `EngineDeadError`. While the engine generates, heartbeats need new tokens;
+    otherwise they need a running process.
     """
 
     def __init__(self, transport: Transport, *, hang_timeout: float = HANG_TIMEOUT) -> None:
@@ -135,14 +101,12 @@ class RemoteEngine:
     ) -> list[list[Completion]]:
         """See `types.Engine`. `abort` is checked every 10 ms and takes effect at the next token.
 
-        `turns` is called in this thread. What it raises ends the call and is raised; the engine lives on.
-
-        Raises:
-            EngineDeadError: the other side died or sends no heartbeat.
+        `turns` is called in this thread. What it raises ends the call and is raised; the engine lives on. Raises
+        `EngineDeadError` if the other side died or sends no heartbeat.
         """
         self._require_weights()
-        max_turn_tokens = None if turns is None else turns.max_turn_tokens
-        arguments = (_asked(prompts), samples, sampling, seed, prefixes, max_turn_tokens)
+        limit = None if turns is None else turns.max_turn_tokens
+        arguments = (_asked(prompts), samples, sampling, seed, prefixes, limit)
         return self._call("generate", *arguments, turns=turns, abort=abort)
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
@@ -151,11 +115,7 @@ class RemoteEngine:
         return self._call("prefill_logps", _asked(prompts), completions)
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
-        """See `types.Engine`.
-
-        Raises:
-            EngineDeadError: the other side died or sends no heartbeat; a new one has no weights.
-        """
+        """See `types.Engine`. Raises `EngineDeadError` as `generate` does; a new process has no weights."""
         self._call("update_weights", weights, version, as_is)
         self._has_weights = True
 
@@ -170,8 +130,7 @@ class RemoteEngine:
     def restart(self) -> None:
         """Starts a new process if there is none; it has no weights, and `policy_version` is 0 again.
 
-        Raises:
-            EngineDeadError: the new one was lost too.
+        Raises `EngineDeadError` if the new one was lost too.
         """
         if self._closed:
             raise TrimtabError("the engine was closed: build another one")
@@ -222,28 +181,26 @@ class RemoteEngine:
     def _wait(self, turns: TurnHandler | None, abort: AbortSignal | None) -> tuple[CallResult, Exception | None]:
         """Waits for the end of the call; forwards turns, their results and the abort signal.
 
-        Returns its answer, and what the handler of the turns raised, after which the call was aborted.
-
-        Raises:
-            TransportLost: the other side died or hangs.
+        Returns its answer, and what the handler of the turns raised, after which the call was aborted. Raises
+        `TransportLost` if the other side died or hangs.
         """
-        exchange = None if turns is None else _CallTurns(turns, self.transport)
+        waiting: list[tuple[int, int]] = []
         seen = self.transport.progress
         alive = before = time.monotonic()
         failure: Exception | None = None
         while True:
             if abort is not None and abort.is_set():
                 self.transport.abort(self._calls)
-                abort = exchange = None
-            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and exchange is None else POLL_INTERVAL)
+                abort = turns = None
+            answer = self.transport.wait(STALL_THRESHOLD / 2 if abort is None and turns is None else POLL_INTERVAL)
             if answer is not None:
                 return answer, failure
             try:
-                if exchange is not None:
-                    exchange.forward(self._calls)
+                if turns is not None:
+                    self._forward(turns, waiting)
             except Exception as raised:
                 self.transport.abort(self._calls)
-                failure, abort, exchange = raised, None, None
+                failure, abort, turns = raised, None, None
             now = time.monotonic()
             # Time during which this process was suspended (Ctrl-Z, a frozen container) does not count.
             alive += now - before if now - before > STALL_THRESHOLD else 0
@@ -253,6 +210,22 @@ class RemoteEngine:
             elif now - alive > self.hang_timeout:
                 what = f"gave no sign of life for {self.hang_timeout:g} s (engine.hang_timeout)"
                 raise TransportLost(self.transport.describe(what))
+
+    def _forward(self, handler: TurnHandler, waiting: list[tuple[int, int]]) -> None:
+        """Submits the turns that ended, and sends the results that are known now; `waiting` are those without one."""
+        ended, self.transport.turns = self.transport.turns, []
+        for call, prompt, sample, completion in ended:
+            if call != self._calls:
+                continue  # of an earlier one, which was aborted
+            finish = handler.submit(prompt, sample, completion)
+            if finish is None:
+                waiting.append((prompt, sample))
+            else:
+                self.transport.send_result(HandledTurn(call, prompt, sample, TurnResult.end(finish)))
+        for turn in list(waiting):
+            if (result := handler.result(*turn, 0.0)) is not None:
+                waiting.remove(turn)
+                self.transport.send_result(HandledTurn(self._calls, *turn, result))
 
     def _discard(self) -> None:
         self._alive = False

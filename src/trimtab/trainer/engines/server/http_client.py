@@ -86,8 +86,7 @@ class Connection:
     ) -> AnswerType:
         """Returns the answer to `call`, read as an `answer`.
 
-        Raises:
-            WrongAnswer: it is not JSON, or a key is missing or has a value of another type or range.
+        Raises `WrongAnswer` if it is not JSON, or a key is missing or has a value of another type or range.
         """
         content = await self.call(path, body, max_bytes)
         try:
@@ -102,8 +101,7 @@ class Connection:
     async def call(self, path: str, body: Mapping[str, Any] | None = None, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """Returns the answer to a POST of `body`, or to a GET without one.
 
-        Raises:
-            WrongAnswer: it has more than `max_bytes`, or is compressed, which was not asked for.
+        Raises `WrongAnswer` if it has more than `max_bytes`, or is compressed, which was not asked for.
         """
         url, self.stream = f"{self.url}{path}", None
         try:

@@ -47,14 +47,8 @@ class RequestDispatch:
     Each server gets a contiguous part of the responses, so that the samples of a prompt share its prefix cache; a
     server without requests takes from the end of the longest queue. The next turn of a response goes to the server that
     sampled the last one, unless that server is busy and another one is not. A request is in a queue, with exactly one
-    worker, or done at any time: none is lost and none is answered twice, whatever happens to a server.
-
-    Args:
-        known: results of a call that failed, which are not requested again.
-
-    Attributes:
-        results: by request, `known` ones that were used included.
-        aborted: whether the abort signal was set; then no further request is sent.
+    worker, or done at any time: none is lost and none is answered twice, whatever happens to a server. `known` are
+    results of a call that failed, which are not requested again.
     """
 
     def __init__(
@@ -65,12 +59,9 @@ class RequestDispatch:
         notify: Callable[[str], None],
         known: Mapping[CompletionRequest, CompletionResult],
     ) -> None:
-        self.results: dict[CompletionRequest, CompletionResult] = {}
-        self.aborted = False
-        self._known = known
-        self._servers = servers
-        self._weights = weights
-        self._settings = settings
+        self.results: dict[CompletionRequest, CompletionResult] = {}  # `known` ones that were used included
+        self.aborted = False  # whether the abort signal was set; then no further request is sent
+        self._known, self._servers, self._weights, self._settings = known, servers, weights, settings
         self._notify = rate_limited(notify)
         self._responses = 0
         self._queues = [deque[_Queued]() for _ in servers]
@@ -83,9 +74,7 @@ class RequestDispatch:
         """Runs all responses to their end; they call `ask`.
 
         After `abort`, requests that had been sent are answered with the tokens sampled so far, others with None.
-
-        Raises:
-            EngineDeadError: all servers were lost and none came back.
+        Raises `EngineDeadError` if all servers were lost and none came back.
         """
         self._responses = len(responses)
         for server in self._servers:
@@ -111,10 +100,10 @@ class RequestDispatch:
             return None
         queued = _Queued(response, request, asyncio.get_running_loop().create_future())
         if response in self._answered_by:
-            self._add_first(queued, self._queues[self._answered_by[response]])
+            self._queues[self._answered_by[response]].appendleft(queued)
         else:
             self._queues[len(self._servers) * response // self._responses].append(queued)
-            self._wake_workers()
+        self._wake_workers()
         return await queued.result
 
     async def _watch(self, abort: AbortSignal | None) -> None:
@@ -164,10 +153,6 @@ class RequestDispatch:
     def _ready_workers(self, index: int) -> int:
         return 0 if self._servers[index] in self._in_check else self._idle[index]
 
-    def _add_first(self, queued: _Queued, queue: deque[_Queued]) -> None:
-        queue.appendleft(queued)
-        self._wake_workers()
-
     def _wake_workers(self) -> None:
         self._added.set()
         self._added = asyncio.Event()
@@ -188,7 +173,8 @@ class RequestDispatch:
                 "engine.server.timeout if responses take longer"
             )
         else:
-            self._add_first(queued, queue)
+            queue.appendleft(queued)
+            self._wake_workers()
 
     async def _wait_until_healthy(self, server: InferenceServer) -> None:
         """Checks the server repeatedly until it works. One worker checks while others wait for its result."""

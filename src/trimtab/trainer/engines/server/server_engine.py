@@ -21,8 +21,8 @@ from transformers import AutoConfig
 
 from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import DecodingRow, build_rows, grouped_completions
-from trimtab.trainer.engines.request import Prefixes, validate_request, validate_vllm_temperature
+from trimtab.trainer.engines.decoding_rows import POLL_INTERVAL, DecodingRow, build_rows, grouped_completions
+from trimtab.trainer.engines.request import Prefixes, request_seed, validate_request, validate_vllm_temperature
 from trimtab.trainer.engines.server.http_client import check_url, run
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
 from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights, wait_for_servers
@@ -30,7 +30,6 @@ from trimtab.trainer.engines.server.server_protocol import CompletionRequest, Co
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
-from trimtab.trainer.engines.turn_exchange import POLL_INTERVAL
 from trimtab.trainer.engines.weight_transfer import WeightFolder, WeightManifest
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
@@ -100,11 +99,7 @@ class ServerEngine:
         turns: TurnHandler | None = None,
         abort: AbortSignal | None = None,
     ) -> list[list[Completion]]:
-        """See `types.Engine`.
-
-        Raises:
-            EngineDeadError: all servers were lost and none came back.
-        """
+        """See `types.Engine`. Raises `EngineDeadError` if all servers were lost and none came back."""
         self._check(sampling)
         context = self._model.context
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
@@ -142,10 +137,7 @@ class ServerEngine:
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """See `EmbeddedEngine.prefill_logps`: each response is sent as a part of a prompt.
 
-        Prompt and response must leave room for one more token in the context.
-
-        Raises:
-            EngineDeadError: all servers were lost and none came back.
+        Prompt and response must leave room for one more token in the context. Raises what `generate` raises.
         """
         self._calls += 1
         requests = [
@@ -167,13 +159,9 @@ class ServerEngine:
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:  # noqa: ARG002
         """Loads named weights into every server that is alive; others get them when they are back.
 
-        `as_is` has no effect, because weights are never quantized here.
-
-        Raises:
-            EngineDeadError: no server is left.
+        `as_is` has no effect, because weights are never quantized here. Raises `EngineDeadError` if no server is left.
         """
-        tensors = self._manifest.check(weights)
-        folder, label = self._folder.write(tensors, version)
+        folder, label = self._folder.write(self._manifest.check(weights), version)
         run(load_weights(self._servers, folder, label))
         self.policy_version = version
 
@@ -191,11 +179,10 @@ class ServerEngine:
         self._folder.remove()
 
     def _common_model(self) -> Model:
-        first = self._servers[0]
+        first, *others = self._servers
         assert first.model is not None
-        for server in self._servers[1:]:
-            assert server.model is not None
-            if server.model != first.model:
+        for server in others:
+            if server.model is not None and server.model != first.model:
                 raise TrimtabError(
                     f"{first.url} serves {first.model.name!r} (context {first.model.context}), {server.url} serves "
                     f"{server.model.name!r} (context {server.model.context}): start all servers alike"
@@ -219,24 +206,17 @@ class ServerEngine:
 
 @dataclass(frozen=True, slots=True)
 class CallResponses:
-    """The responses of a call.
+    """The responses of a call."""
 
-    Attributes:
-        rows: all responses, prompt by prompt.
-        version: policy version of the weights.
-        stop_ids: the tokens that end a response or a turn.
-        name: of the call, unique among those of all trainers.
-    """
-
-    rows: Sequence[DecodingRow]
+    rows: Sequence[DecodingRow]  # prompt by prompt
     prompts: Sequence[Prompt]
     sampling: SamplingParams
     seed: int
-    version: int
+    version: int  # policy version of the weights
     stop: StopChecker
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]  # the tokens that end a response or a turn
     turns: TurnHandler | None
-    name: str
+    name: str  # of the call, unique among those of all trainers
 
     async def sample(self, dispatch: RequestDispatch, abort: AbortSignal | None) -> None:
         """Samples all responses; those that are not complete afterwards were aborted."""
@@ -256,13 +236,11 @@ class CallResponses:
 
     def _request(self, row: DecodingRow) -> CompletionRequest:
         """Returns the request that continues a response."""
-        max_tokens = self.sampling.max_tokens - len(row.ids)
-        if self.turns is not None:
-            max_tokens = min(max_tokens, self.turns.max_turn_tokens - len(row.turn_ids))
         return CompletionRequest(
             name=f"{self.name}-{row.prompt}-{row.sample}-{len(row.ids)}",
             ids=(*self.prompts[row.prompt].ids.tolist(), *row.ids),
-            max_tokens=max_tokens,
+            max_tokens=self._room(row),
+            # A server uses the random numbers of a seed from the first one on: another seed for another length.
             seed=request_seed(self.seed, row.prompt, row.sample, len(row.ids)),
             sampling=self.sampling,
             stop_ids=self.stop_ids,
@@ -282,18 +260,16 @@ class CallResponses:
             row.append(token, logp if self.sampling.temperature > 0 else 0.0, math.nan, None)
         if end is not None or result.finish == "stop":
             return True
-        max_turn_tokens = None if self.turns is None else self.turns.max_turn_tokens
-        row.complete = result.finish == "length" or row.is_full(self.sampling.max_tokens, max_turn_tokens)
+        row.complete = result.finish == "length" or self._room(row) <= 0
         return False
+
+    def _room(self, row: DecodingRow) -> int:
+        return row.room(self.sampling.max_tokens, None if self.turns is None else self.turns.max_turn_tokens)
 
     async def _end_turn(self, row: DecodingRow, dispatch: RequestDispatch) -> None:
         """Completes a response at the end of its turn, or appends what follows the turn once that is known."""
-        if self.turns is None:
-            row.finish, row.complete = "stop", True
-            return
-        finish = self.turns.submit(row.prompt, row.sample, row.completion(self.version, self.stop))
-        if finish is not None:
-            row.finish, row.complete = finish, True
+        row.submit_turn(self.turns, self.version, self.stop)
+        if self.turns is None or row.complete:
             return
         while (result := self.turns.result(row.prompt, row.sample, 0.0)) is None:
             if dispatch.aborted:
@@ -301,15 +277,6 @@ class CallResponses:
             await asyncio.sleep(POLL_INTERVAL)
         row.end_turn(result, self.sampling.max_tokens)
         row.append_observation(truncated=False)
-
-
-def request_seed(seed: int, prompt: int, sample: int, length: int) -> int:
-    """Returns the seed of one request.
-
-    It depends on the length of the response so far, because a server uses the numbers of a seed from the first one on.
-    """
-    key = np.random.SeedSequence(entropy=seed, spawn_key=(prompt, sample, length))
-    return int(key.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _warn(line: str) -> None:

@@ -146,9 +146,8 @@ class InferenceServer:
     async def check_and_update(self, weights: Path | None) -> None:
         """Checks health and model, and loads `weights` where the server reports others.
 
-        Raises:
-            ServerUnavailable: the server does not answer now.
-            TrimtabError: it serves another model, does not load the weights, or never reports them as its own.
+        Raises `ServerUnavailable` if it does not answer now, and `TrimtabError` if it serves another model, does not
+        load the weights, or never reports them as its own.
         """
         async with aclosing(Connection(self.url, CONTROL_TIMEOUT)) as connection:
             await connection.call("/health")
@@ -227,9 +226,7 @@ async def wait_for_servers(
 async def load_weights(servers: Sequence[InferenceServer], folder: Path, label: str) -> None:
     """Loads weights into every server that is alive; the others get them when they are back.
 
-    Raises:
-        EngineDeadError: no server is left.
-        TrimtabError: a server does not load the weights.
+    Raises `EngineDeadError` if no server is left, and `TrimtabError` if one does not load the weights.
     """
     for server in servers:
         server.label = label

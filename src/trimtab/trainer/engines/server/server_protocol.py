@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
@@ -29,6 +29,17 @@ RESOLUTION, UNIFORM = 2.0**-25, 0.1
 IMPROBABLE = 50.0
 # JSON of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 512, 16
+
+# Set explicitly, because a server would otherwise take them from the model's generation config or its own defaults.
+NEUTRAL_SAMPLING = {
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+}
 
 # Messages quote it: without control characters and line separators.
 Name = Annotated[str, Field(max_length=1000, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
@@ -57,6 +68,17 @@ class CompletionRequest:
         """The largest answer that is read."""
         tokens = len(self.ids) if self.scored else self.max_tokens
         return MAX_ANSWER_BYTES + RESPONSE_TOKEN_BYTES * tokens + PROMPT_TOKEN_BYTES * len(self.ids)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The sampling parameters that all servers take by the same names."""
+        return {
+            **NEUTRAL_SAMPLING,
+            "temperature": self.sampling.temperature,
+            "stop": [] if self.sampling.ignore_stop else list(self.sampling.stop),
+            "stop_token_ids": list(self.stop_ids),
+            "ignore_eos": self.sampling.ignore_stop,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +133,9 @@ class ServerProtocol(Protocol):
 def scored_result(
     connection: Connection, request: CompletionRequest, prompt: Sequence[Mapping[int, float]]
 ) -> CompletionResult:
-    """Returns the scores of the last tokens of a request. prompt: log-probs by id at the last tokens of its `ids`.
+    """Returns the scores of the last tokens of a request, or raises `WrongAnswer` if one is missing.
 
-    Raises:
-        WrongAnswer: one is missing.
+    prompt: log-probs by id at the last tokens of its `ids`.
     """
     ids, entries = request.ids[-request.scored :], prompt[-request.scored :]
     if len(entries) < len(ids) or any(id_ not in entry for id_, entry in zip(ids, entries, strict=True)):
@@ -123,11 +144,7 @@ def scored_result(
 
 
 def check_result(where: str, result: CompletionResult, request: CompletionRequest, vocabulary: int) -> None:
-    """Checks that a server can have sampled a result.
-
-    Raises:
-        WrongAnswer: it cannot.
-    """
+    """Raises `WrongAnswer` for a result that a server cannot have sampled."""
     tokens = len(result.ids)
     if tokens != len(result.logp):
         wrong = f"{tokens} tokens with {len(result.logp)} log-probs; it must return one for each"

@@ -35,19 +35,7 @@ from trimtab.types import SamplingParams
 
 # Older releases store seeds as int32.
 MAX_SEED = 1 << 31
-PROBE_TOLERANCE = 0.5
-_COMMON = {
-    # Set explicitly, because the server would otherwise take them from its preferred sampling parameters.
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "no_stop_trim": True,
-}
+PROBE_TOLERANCE = 0.5  # nats
 
 
 class _ModelInfo(Answer):
@@ -97,14 +85,11 @@ class SglangProtocol:
         return str((await connection.ask(_ModelInfo, "/model_info")).weight_version)
 
     async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:  # noqa: ARG002
-        sampling = request.sampling
         params = {
-            **_COMMON,
+            **request.fields,
+            "top_k": -1,
+            "no_stop_trim": True,
             "max_new_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
-            "stop": [] if sampling.ignore_stop else list(sampling.stop),
-            "stop_token_ids": list(request.stop_ids),
-            "ignore_eos": sampling.ignore_stop,
             "sampling_seed": request.seed % MAX_SEED,
         }
         # Without a request id: a retry with the same id is refused until the server notices the broken connection.

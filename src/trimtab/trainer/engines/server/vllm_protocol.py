@@ -29,20 +29,7 @@ from trimtab.types import SamplingParams
 
 EXTENSION = "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"
 START = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
-_COMMON = {
-    # Set explicitly, because the server would otherwise take them from the model's generation config.
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "add_special_tokens": False,
-    "logprobs": 0,
-    "return_token_ids": True,
-    "return_tokens_as_token_ids": True,
-}
+_COMMON = {"add_special_tokens": False, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
 class _ModelCard(Answer):
@@ -114,19 +101,15 @@ class VllmProtocol:
             return str((await connection.ask(_WeightInfo, "/weight_info")).weight_version)
 
     async def request(self, connection: Connection, request: CompletionRequest, model: Model) -> CompletionResult:
-        sampling = request.sampling
         body = {
+            **request.fields,
             **_COMMON,
             "model": model.name,
             "prompt": request.ids,
             "request_id": request.name,
             "max_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
+            "top_k": request.sampling.top_k,
             "seed": request.seed,
-            "stop": [] if sampling.ignore_stop else list(sampling.stop),
-            "stop_token_ids": list(request.stop_ids),
-            "ignore_eos": sampling.ignore_stop,
         }
         if request.scored:
             body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # one ends vLLM on a CPU at long prompts

@@ -22,9 +22,7 @@ from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.types import AbortSignal
 
 GIB = 1 << 30
-
-MAX_LOGPROBS = 1024
-"""Most log-probs that a request may ask for at each token; as `sampling.top_logprobs`."""
+MAX_LOGPROBS = 1024  # that a request may ask for at each token; as `sampling.top_logprobs`
 # Block size of the KV cache on a CPU, in tokens. vLLM's default of 128 is longer than most prompts of the recipes, and
 # the samples of a prompt share whole blocks only.
 CPU_BLOCK = 32
@@ -146,45 +144,43 @@ class VllmRunner:
     def run(self, on_tokens: OnTokens, joining: Joining, abort: AbortSignal | None) -> None:
         """Runs until every request is complete or `abort` is set; then no request is running any more.
 
-        `joining` is called before each step, and returns no request while nothing is running only at the end.
-
-        Raises:
-            EngineDeadError: one of vLLM's own processes died.
+        `joining` is called before each step, and returns no request while nothing is running only at the end. Raises
+        `EngineDeadError` if one of vLLM's own processes died.
         """
-        with self._known_death():
-            self._run(on_tokens, joining, abort)
-
-    def _run(self, on_tokens: OnTokens, joining: Joining, abort: AbortSignal | None) -> None:
         running: dict[str, int] = {}
-        try:
-            while not (abort is not None and abort.is_set()):
-                for request in joining(not running):
-                    self._count += 1
-                    running[str(self._count)] = request.index
-                    self._engine.add_request(str(self._count), {"prompt_token_ids": request.ids}, request.params)
-                if not running:
-                    return
-                complete = []
-                for output in self._engine.step():
-                    index = running.get(output.request_id)
-                    if index is None:
-                        continue
-                    done = on_tokens(index, to_delta(output))
-                    if done and not output.finished:
-                        complete.append(output.request_id)
-                    if done or output.finished:
-                        del running[output.request_id]
-                if complete:
-                    self._engine.abort_request(complete)
-        finally:
-            if running:
-                self._engine.abort_request(list(running))
+        with self._known_death():
+            try:
+                while not (abort is not None and abort.is_set()):
+                    for request in joining(not running):
+                        self._count += 1
+                        running[str(self._count)] = request.index
+                        self._engine.add_request(str(self._count), {"prompt_token_ids": request.ids}, request.params)
+                    if not running:
+                        return
+                    self._step(running, on_tokens)
+            finally:
+                if running:
+                    self._engine.abort_request(list(running))
+
+    def _step(self, running: dict[str, int], on_tokens: OnTokens) -> None:
+        """Samples tokens for the `running` requests, and removes those that are complete."""
+        complete = []
+        for output in self._engine.step():
+            index = running.get(output.request_id)
+            if index is None:
+                continue
+            done = on_tokens(index, to_delta(output))
+            if done and not output.finished:
+                complete.append(output.request_id)
+            if done or output.finished:
+                del running[output.request_id]
+        if complete:
+            self._engine.abort_request(complete)
 
     def load(self, weights: SharedWeights) -> list[list[str]]:
         """Loads weights and resets the prefix cache; returns, for each worker, the parameters that were not loaded.
 
-        Raises:
-            EngineDeadError: one of vLLM's own processes died.
+        Raises `EngineDeadError` if one of vLLM's own processes died.
         """
         # A path under which other processes of this machine can open the unnamed file.
         path = f"/proc/{os.getpid()}/fd/{weights.descriptor}"

@@ -25,10 +25,15 @@ from transformers import AutoConfig
 
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import DecodingRow, TopRow, build_rows, grouped_completions
-from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes, validate_request, validate_vllm_temperature
+from trimtab.trainer.engines.decoding_rows import DecodingRow, TopRow, TurnExchange, build_rows, grouped_completions
+from trimtab.trainer.engines.request import (
+    NO_WEIGHTS,
+    Prefixes,
+    request_seed,
+    validate_request,
+    validate_vllm_temperature,
+)
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
-from trimtab.trainer.engines.turn_exchange import TurnExchange, resume_turns
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.stepped_runner import TokenDelta, TokenRequest, VllmRunner, import_vllm
 from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, require_all_loaded, share
@@ -69,18 +74,18 @@ class VllmEngine:
     ) -> list[list[Completion]]:
         """See `types.Engine`. Entropies are not reported.
 
-        Raises:
-            EngineDeadError: one of vLLM's own processes died (tensor parallelism).
+        Raises `EngineDeadError` if one of vLLM's own processes died (tensor parallelism).
         """
         self._check(prompts, samples, sampling, seed)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
         rows = build_rows(prompts, samples, sampling, prefixes, stop, self._vocabulary, multi_turn=turns is not None)
-        exchange = resume_turns(turns, abort, rows, stop, self.policy_version, sampling)
+        exchange = TurnExchange(turns, abort, stop, self.policy_version, sampling)
+        exchange.resume(rows)
         new_rows = [row for row in rows if row.active]
         unstarted: dict[int, int] = {}  # index of the response -> tokens of its request
 
         def joining(idle: bool) -> list[TokenRequest]:
-            joined = [] if exchange is None else exchange.join(sampling.max_tokens, idle=idle and not new_rows)
+            joined = exchange.join(idle=idle and not new_rows)
             for row in joined:
                 row.append_observation(truncated=sampling.truncated)
             joined = [*new_rows, *joined]
@@ -97,7 +102,7 @@ class VllmEngine:
             if (length := unstarted.pop(index, None)) is not None:
                 self.prefilled_tokens += length - delta.cached
                 self.decoded_tokens -= 1
-            return self._append_tokens(rows[index], delta, sampling, stop, exchange)
+            return self._append_tokens(rows[index], delta, sampling, exchange)
 
         self._runner.run(on_tokens, joining, abort)
         return grouped_completions(rows, samples, self.policy_version, stop, entropies=False)
@@ -112,10 +117,9 @@ class VllmEngine:
         self._require_weights()
         top_k = self._vocabulary if self._config.vllm.sampling_mask else 0  # see `_parameters`
         params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-        pairs = zip(prompts, completions, strict=True)
         waiting = [
             TokenRequest(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
-            for index, (prompt, one) in enumerate(pairs)
+            for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
         ]
         rows: dict[int, Sequence[float]] = {}
 
@@ -189,10 +193,6 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
         key = (row.prompt, row.sample, len(row.ids)) if row.ids else (row.prompt, row.sample)
-        row_seed = int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
-        max_tokens = sampling.max_tokens - len(row.ids)
-        if max_turn_tokens is not None:
-            max_tokens = min(max_tokens, max_turn_tokens - len(row.turn_ids))
         temperature, top_k = sampling.temperature, sampling.top_k
         if self._config.vllm.sampling_mask:
             # vLLM then returns masks for every request, and refuses greedy requests and those without top_k.
@@ -201,8 +201,8 @@ class VllmEngine:
             temperature=temperature,
             top_p=sampling.top_p,
             top_k=top_k,
-            seed=row_seed,
-            max_tokens=max_tokens,
+            seed=request_seed(seed, *key),
+            max_tokens=row.room(sampling.max_tokens, max_turn_tokens),
             # Stops are detected by `StopChecker`; stop ids are passed only to avoid sampling further tokens.
             ignore_eos=True,
             stop_token_ids=[] if sampling.ignore_stop else sorted(self._eos | set(sampling.stop_ids)),
@@ -212,15 +212,9 @@ class VllmEngine:
         )
 
     def _append_tokens(
-        self,
-        row: DecodingRow,
-        delta: TokenDelta,
-        sampling: SamplingParams,
-        stop: StopChecker,
-        exchange: TurnExchange | None,
+        self, row: DecodingRow, delta: TokenDelta, sampling: SamplingParams, exchange: TurnExchange
     ) -> bool:
         """Appends tokens up to the end of the turn and drops any after it; returns whether the end is reached."""
-        max_turn_tokens = None if exchange is None else exchange.max_turn_tokens
         for index, (token, logp) in enumerate(zip(delta.ids, delta.logp, strict=True)):
             if logp is None:
                 raise TrimtabError(f"vLLM returned token {token} without its log-prob: this version cannot be used")
@@ -233,14 +227,8 @@ class VllmEngine:
             # At temperature 0 the log-prob is 0 by definition.
             row.append(token, logp if sampling.temperature > 0 else 0.0, math.nan, kept, top)
             self.decoded_tokens += 1
-            if stop.ended([row.turn_ids])[0]:
-                if exchange is not None:
-                    exchange.submit(row, row.completion(self.policy_version, stop))
-                else:
-                    row.finish, row.complete = "stop", True
-                return True
-            if row.is_full(sampling.max_tokens, max_turn_tokens):
-                row.complete = True
+            exchange.detect_ends([row])
+            if not row.active:
                 return True
         if delta.reason not in (None, "abort"):
             raise TrimtabError(f"vLLM ended a response of {len(row.ids)} tokens early ({delta.reason})")

@@ -15,8 +15,8 @@ from tests.support.turns import FailingTurns, ScriptedTurns
 
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer.engines.remote import remote_engine
-from trimtab.trainer.engines.remote.engine_host import CallResult, EngineHost
-from trimtab.trainer.engines.remote.hosted_turns import EndedTurn, HandledTurn, HostedTurns
+from trimtab.trainer.engines.remote.engine_host import EngineHost
+from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn, HostedTurns
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, TransportLost
 from trimtab.types import Completion, Problem, Prompt, SamplingParams, TurnResult
 

@@ -22,6 +22,7 @@ from tests.support.turns import ScriptedTurns
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import ServerConfig
 from trimtab.trainer.engines.decoding_rows import build_rows, grouped_completions
+from trimtab.trainer.engines.request import request_seed
 from trimtab.trainer.engines.server import http_client
 from trimtab.trainer.engines.server.http_client import (
     Connection,
@@ -31,7 +32,7 @@ from trimtab.trainer.engines.server.http_client import (
     check_url,
 )
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
-from trimtab.trainer.engines.server.server_engine import CallResponses, request_seed
+from trimtab.trainer.engines.server.server_engine import CallResponses
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, check_result
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
