@@ -10,9 +10,9 @@
                                      (`step_statistics`) and an objective given in code (`custom_objective`)
     files     trimtab.runs           metrics, trajectories, provenance; `checkpoint` to go on from, `sinks` for copies
 
-Small parts of all: `chat_template` renders, `idle` ends a run without signal, `stop` one that is asked to, `guard`
-returns to an earlier checkpoint, `observer` has the events of a run, `processes` starts workers, `registry` finds tasks
-and rewards by name, `seeds` derives random seeds.
+Small parts of all: `chat_template` renders, `stop` ends a run that is asked to or has no signal, `guard` returns to an
+earlier checkpoint, `observer` has the events of a run, `processes` starts workers, `registry` finds tasks and rewards
+by name, `seeds` derives random seeds.
 
 Several ranks: `ranks` has the collectives, `followers` what ranks have in place of the leader's parts. Around runs:
 evaluation (accuracy of a model; `held_out` during training), lab (grids of experiments) and cluster (Ray actors).

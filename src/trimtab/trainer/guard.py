@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trimtab.errors import DivergedError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.monitor.alarms import COLLAPSED_SHARE, SHIFT_STEPS, WINDOW, History, Step
 from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign, needed_snapshots, trusted_step
 from trimtab.monitor.scalars import steps_of
@@ -59,13 +59,15 @@ class GuardState:
 
 
 class Guard:
-    """The guard of a run. All ranks call it alike; the leader, which has the metrics, decides.
+    """The guard of a run, which does nothing without `guard.on`.
 
-    task: the name of the trained task, in the keys of its held-out accuracy.
+    All ranks call it alike; the leader, which has the metrics, decides. task: the name of the trained task, in the keys
+    of its held-out accuracy.
     """
 
     def __init__(self, config: Config, task: str) -> None:
         self.config = config.guard
+        self.is_on = bool(config.guard.on)
         self._task = task
         self._sync_every = config.trainer.sync_every or 1
         self._steps = KeptSteps(self._task)
@@ -81,6 +83,8 @@ class Guard:
 
         Saves the policy of a new run before its first step. Raises `DivergedError` for a run that the guard has ended.
         """
+        if not self.is_on:
+            return
         self._steps = KeptSteps(self._task, trainer.run.metrics(), self.state.lost)
         if trainer.step == 0:
             snapshot.save(trainer, {})
@@ -91,7 +95,7 @@ class Guard:
 
     def marks(self, republished: Sequence[str] = ()) -> dict[str, Any]:
         """Returns metrics of a step: returns so far, and what was done before it; `republished`: why weights were."""
-        for text in republished:
+        for text in republished if self.is_on else ():
             self._mark(text)
         marks, self.state.marks = self.state.marks, {}
         return marks | ({RETURNS: self.state.returns} if self.state.returns else {})
@@ -101,6 +105,8 @@ class Guard:
 
         idle: number of the last steps that had no training signal, if a run without a guard would end here.
         """
+        if not self.is_on:
+            return None
         sign = None
         if current_ranks().is_leader:
             self._steps.add(metrics)
@@ -142,7 +148,7 @@ class Guard:
 
     def needed_checkpoints(self, trainer: Guarded) -> set[int]:
         """Returns the steps of checkpoints that must stay with that of this step; of the leader, who deletes others."""
-        return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every)
+        return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every) if self.is_on else set()
 
     def _snapshots(self, trainer: Guarded) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without those of discarded steps."""
@@ -210,11 +216,20 @@ class Guard:
                 "policy from before; choose a stricter correction or a lower optim.lr"
             )
 
+    def saved_state(self) -> dict[str, Any]:
+        return asdict(self.state) if self.is_on else {}
+
     def load(self, trainer: Guarded, saved: Mapping[str, Any]) -> None:
-        """Restores `state` in a resumed run."""
-        self.state = GuardState(**saved)
-        self._lower_rate(trainer.learner)
-        trainer.source.halve_lag(self.state.returns)
+        """Restores `state` in a resumed run. Raises `TrimtabError` where that needs a guard, and there is none."""
+        if self.is_on:
+            self.state = GuardState(**saved)
+            self._lower_rate(trainer.learner)
+            trainer.source.halve_lag(self.state.returns)
+        elif saved.get("returns"):
+            raise TrimtabError(
+                f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "
+                "number of steps: resume it with guard.on"
+            )
 
 
 class KeptSteps:

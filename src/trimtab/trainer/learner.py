@@ -111,29 +111,23 @@ class Learner:
         assigned = dict(assigned_micro_batches(batch, self.ranks))
         logps: dict[int, dict[str, torch.Tensor]] = {index: {} for index in assigned}
         for name, model in models.items():
-            for one in self._passes(batch, name):
+            features = self.features if name == "proximal" else ()
+            passes = [one for feature in features for one in feature.proximal_passes(batch, self.updates)]
+            for one in passes or [ProximalPass()]:
                 with one.weights:
                     for index, micro in assigned.items():
                         assigned[index] = self._run_pass(model, ForwardPass(micro, name), one, logps[index])
         # With extras of this rank's micro-batches only: it trains on those that it scores.
         scored = [assigned.get(index, micro) for index, micro in enumerate(batch)]
         if self.ranks.size > 1:
-            local_logps = {
-                f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()
-            }
-            names = [*models, *(["squares"] if self.token_baseline else [])]
-            gathered = all_gather_tensors({key: logp for key, logp in local_logps.items() if len(logp)}, self.ranks)
-            logps = {
-                index: {name: gathered[f"{index}|{name}"].to(self.device) for name in names}
-                for index in range(len(batch))
-            }
+            own = {f"{index}|{name}": logp for index, named in logps.items() for name, logp in named.items()}
+            logps = {index: {} for index in range(len(batch))}
+            for key, logp in all_gather_tensors(
+                {key: logp for key, logp in own.items() if len(logp)}, self.ranks
+            ).items():
+                index, _, name = key.partition("|")
+                logps[int(index)][name] = logp.to(self.device)
         return [micro.with_scores(**logps[index]) for index, micro in enumerate(scored)]
-
-    def _passes(self, batch: MiniBatch, name: Purpose) -> Sequence[ProximalPass]:
-        """Returns the passes over `batch` that score the policy `name`."""
-        features = self.features if name == "proximal" else ()
-        passes = [one for feature in features for one in feature.proximal_passes(batch, self.updates)]
-        return passes or [ProximalPass()]
 
     def _run_pass(
         self, model: nn.Module, call: ForwardPass, one: ProximalPass, logps: dict[str, torch.Tensor]
@@ -142,8 +136,7 @@ class Learner:
         tokens = one.tokens(call.micro) if one.tokens is not None and call.micro.rows else None
         if tokens is not None and self.ranks.size == 1 and not tokens.any():
             return call.micro  # several ranks must run the same number of forwards
-        squares = self.token_baseline and call.purpose == "proximal"
-        scores, micro = self._score(model, call, squares=squares)
+        scores, micro = self._score(model, call, squares=self.token_baseline and call.purpose == "proximal")
         for name, values in ((call.purpose, scores.logp), ("squares", scores.squares)):
             if values is not None:
                 if tokens is not None and name in logps:
@@ -279,10 +272,9 @@ class Learner:
         return state.all_reduce() if state is not None and self.ranks.size > 1 else state
 
     def _logps(self, micro: MicroBatch, scores: TokenScores | None) -> PolicyLogps:
-        current = scores.logp if scores is not None else None
-        proximal = micro.proximal
-        head = None if scores is None else scores.head
-        if proximal is None and current is not None and "proximal" in self.objective.needs:
+        current, entropy, head = (None, None, None) if scores is None else (scores.logp, scores.entropy, scores.head)
+        proximal, needs = micro.proximal, self.objective.needs
+        if proximal is None and current is not None and "proximal" in needs:
             proximal = current.detach()
         return PolicyLogps(
             current=current,
@@ -290,10 +282,8 @@ class Learner:
             mask=micro.mask,
             proximal=proximal,
             reference=micro.reference,
-            entropy=scores.entropy if scores is not None else None,
-            off_policy=micro.off_policy if "off_policy" in self.objective.needs else None,
-            turn=micro.turn if "turn" in self.objective.needs else None,
-            age=micro.age if "age" in self.objective.needs else None,
+            entropy=entropy,
+            **{name: getattr(micro, name) for name in ("off_policy", "turn", "age") if name in needs},
             head_current=head,
             head_behavior=micro.extras.get("head_behavior", head),  # an empty micro-batch has no sampler
         )

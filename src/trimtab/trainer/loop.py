@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from trimtab.errors import DivergedError, Stopped, TrimtabError
+from trimtab.errors import DivergedError, Stopped
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import step_statistics
@@ -37,7 +37,6 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
-from trimtab.trainer.idle import IdleSteps
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.lora import named_weights
 from trimtab.trainer.observer import Moment, Observer
@@ -48,7 +47,7 @@ from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.sinks import Sink
 from trimtab.trainer.step_statistics import StepStatistics
-from trimtab.trainer.stop import Stop
+from trimtab.trainer.stop import IdleSteps, Stop
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Trainer:
 
     `step` counts finished steps, `learner.updates` optimizer updates. `seconds` holds the duration of each phase of the
     current step; `held_out` begins with the problems of the run's own task; `initial_metrics` were measured before the
-    first step and are logged with it. `guard` is that of a recipe with `[guard]`.
+    first step and are logged with it.
     """
 
     config: Config
@@ -65,9 +64,9 @@ class Trainer:
     learner: Learner
     run: RunDirectory
     observer: Observer
+    guard: Guard
     held_out: Sequence[HeldOut] = ()
     sinks: Sequence[Sink] = ()
-    guard: Guard | None = None
     stop: Stop = field(default_factory=Stop)
     idle: IdleSteps = field(default_factory=IdleSteps)
     initial_metrics: dict[str, float] = field(default_factory=dict)
@@ -81,7 +80,7 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Number of the last step: as many as the recipe's, besides those that the guard discarded."""
-        return self.config.trainer.steps + (0 if self.guard is None else self.guard.state.discarded)
+        return self.config.trainer.steps + self.guard.state.discarded
 
     def train(self) -> dict[str, Any]:
         """Trains to the last step and returns its metrics.
@@ -99,8 +98,7 @@ class Trainer:
                 self.initial_metrics[key] = value
                 if key.endswith("/greedy"):
                     self.initial_metrics[f"{key.removesuffix('/greedy')}/before"] = value
-        if self.guard is not None:
-            self.guard.begin(self)
+        self.guard.begin(self)
         with self.stop.finishing():
             while self.step < self.steps:
                 self._stop_if_requested()
@@ -117,9 +115,9 @@ class Trainer:
         try:
             batch, stats = self._prepare_and_update(groups)
         except DivergedError:
-            if self.guard is None or not self.guard.return_if_failed(self):
-                raise
-            return {}
+            if self.guard.return_if_failed(self):
+                return {}
+            raise
         # 4. publish
         self._publish()
         self.step += 1
@@ -129,16 +127,14 @@ class Trainer:
         metrics |= self.initial_metrics if self.step == 1 else {}
         idle_message = self._observe_idle(batch)
         # 6. evaluate
-        evaluated: dict[str, float] = {}
-        if self._is_due(self.config.eval.every):
-            evaluated = self._evaluate("after" if self.step == steps else self.step)
+        evaluate = self._is_due(self.config.eval.every)
+        evaluated = self._evaluate("after" if self.step == steps else self.step) if evaluate else {}
         metrics |= evaluated
         # 7. write, 8. guard
         self._write(batch, stats, metrics, evaluated)
         for message in (*rollout.messages(), *idle_message):
             self.observer.message(message)
-        if self.guard is not None:
-            self.guard.raise_if_exhausted(self)
+        self.guard.raise_if_exhausted(self)
         self._stop_if_idle(batch)
         return metrics
 
@@ -169,8 +165,7 @@ class Trainer:
             on_progress = partial(self.observer.phase, "update")
             return self.learner.update(batch.minibatches, on_progress, step=self.step + 1)
         except NonFiniteUpdateError as error:
-            if self.guard is not None:
-                self.guard.step_failed(error, self.step)
+            self.guard.step_failed(error, self.step)
             if error.weights_are_good:
                 snapshot.save_if_unsaved(self)
             saved = self.run.checkpoints()
@@ -182,8 +177,7 @@ class Trainer:
     def _publish(self, *, force: bool = False) -> None:
         """Publishes the weights if `trainer.sync_every` updates have passed since the last publication."""
         start = time.perf_counter()
-        every = (self.config.trainer.sync_every or 1) if self.guard is None else self.guard.sync_every
-        if force or self.learner.updates - self.source.published >= every:
+        if force or self.learner.updates - self.source.published >= self.guard.sync_every:
             self.publish_now()
         self.seconds["publish"] = time.perf_counter() - start
 
@@ -214,13 +208,11 @@ class Trainer:
         }
         if replaced := self.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
-        if self.guard is not None:
-            metrics |= self.guard.marks(rollout.republished)
+        metrics |= self.guard.marks(rollout.republished)
         record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
-        of_features: dict[str, Any] = {}
         for feature in self.learner.features:
-            of_features |= feature.end_step(record)
-        return metrics | of_features
+            metrics |= feature.end_step(record)
+        return metrics
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
         """Returns accuracies on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
@@ -252,9 +244,8 @@ class Trainer:
             trajectories.write(self.run.trajectory_file(self.step), rows, self.step)
         self.run.log(metrics)
         idle = self.idle.steps if self._is_idle_too_long() else 0
-        sign = None if self.guard is None else self.guard.judge(metrics, idle)
-        returned = self.guard is not None and sign is not None and self.guard.act(self, sign)
-        if not returned:
+        sign = self.guard.judge(metrics, idle)
+        if sign is None or not self.guard.act(self, sign):
             self._save_if_due(evaluated)
         for sink in self.sinks:
             sink.log(metrics["step"], metrics)
@@ -264,7 +255,7 @@ class Trainer:
         """Saves a checkpoint if one is due; training goes on before one that only the guard needs is on the disk."""
         if self._is_due(self.config.checkpoint.every) or snapshot.has_improved(self, evaluated):
             snapshot.save(self, evaluated)
-        elif self.guard is not None and self.step % self.config.guard.every == 0:
+        elif self.guard.is_on and self.step % self.config.guard.every == 0:
             snapshot.save(self, evaluated, wait=False)
 
     def log_restored(self, marks: Mapping[str, Any]) -> None:
@@ -275,20 +266,14 @@ class Trainer:
         snapshot.save(self, {})
 
     def guard_state(self) -> Mapping[str, Any]:
-        return {} if self.guard is None else asdict(self.guard.state)
+        return self.guard.saved_state()
 
     def load_guard_state(self, saved: Mapping[str, Any]) -> None:
-        if self.guard is not None:
-            self.guard.load(self, saved)
-        elif saved.get("returns"):
-            raise TrimtabError(
-                f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "
-                "number of steps: resume it with guard.on"
-            )
+        self.guard.load(self, saved)
 
     def needed_checkpoints(self) -> set[int]:
         """Returns the steps of checkpoints that the guard may return to."""
-        return set() if self.guard is None else self.guard.needed_checkpoints(self)
+        return self.guard.needed_checkpoints(self)
 
     def _stop_if_requested(self) -> None:
         """Saves a checkpoint and raises `Stopped` if any rank was asked to end the run. Called between two steps."""

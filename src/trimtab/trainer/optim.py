@@ -30,9 +30,7 @@ class NonFiniteUpdateError(DivergedError):
 
 
 def build_optimizer(
-    parameters: Iterable[torch.nn.Parameter],
-    config: OptimConfig,
-    modules: Iterable[tuple[torch.nn.Module, float]] = (),
+    parameters: Iterable[torch.nn.Parameter], config: OptimConfig, modules: Iterable[tuple[torch.nn.Module, float]] = ()
 ) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU).
 
@@ -42,12 +40,7 @@ def build_optimizer(
     groups: list[dict[str, Any]] = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
     groups += [{"params": list(module.parameters()), "lr": lr, "weight_decay": 0.0} for module, lr in modules]
     return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
     )
 
 

@@ -11,7 +11,7 @@ share of the micro-batches (`assigned_micro_batches`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -228,25 +228,11 @@ def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: RankGroup) -> Ite
 
 def empty_micro_batch(like: MicroBatch) -> MicroBatch:
     """A micro-batch without rows but with one token to run: sharded ranks must run forward and backward together."""
-    tokens, mask = like.tokens, like.mask
-    one = torch.ones(1, 1, dtype=torch.bool, device=mask.device)
-    no_mask = mask.new_zeros(0, 1)
-    no_values = torch.zeros(0, 1, device=mask.device)
+    tokens = like.tokens
+    one_id, real = tokens.prompt_ids[:1, -1:], torch.ones(1, 1, dtype=torch.bool, device=like.mask.device)
+    values = {item.name: getattr(like, item.name) for item in fields(like)}
     return MicroBatch(
         rows=(),
-        tokens=TokenBatch(
-            prompt_ids=tokens.prompt_ids[:1, -1:],
-            prompt_mask=one,
-            response_ids=tokens.prompt_ids[:1, -1:],
-            response_mask=one,
-            prompt_index=tokens.prompt_index.new_zeros(1),
-        ),
-        mask=no_mask,
-        behavior=no_values,
-        turn=tokens.prompt_index.new_zeros(0, 1),
-        off_policy=no_mask,
-        age=tokens.prompt_index.new_ones(0, 1),
-        advantage=no_values,
-        proximal=None if like.proximal is None else no_values,
-        reference=None if like.reference is None else no_values,
+        tokens=TokenBatch(one_id, real, one_id, real, tokens.prompt_index.new_zeros(1)),
+        **{name: value[:0, :1] for name, value in values.items() if isinstance(value, torch.Tensor)},
     )

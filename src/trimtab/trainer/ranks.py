@@ -69,9 +69,7 @@ class RankGroup:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
         longest = max(int(length) for length in lengths)
-        if not longest:
-            return [b""] * self.size
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest + 1, dtype=torch.uint8)  # gloo exchanges no empty tensors
         padded[: len(data)] = _tensor(data)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.control)

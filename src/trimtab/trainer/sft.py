@@ -88,7 +88,7 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
         optimizer.param_groups[0]["lr"] = learning_rate(optim, step, sft.steps)
         rows = _gold_rows(loaded.tokenizer, stream, step * sft.batch, sft.batch)
         if step == 0:
-            prompt, response = (max(map(len, ids)) for ids in ([row.prompt.ids for row in rows], rows))
+            prompt, response = max(len(row.prompt.ids) for row in rows), max(map(len, rows))
             budget = micro_batch_tokens(config, model, device, prompt=prompt, response=response)
         parts = micro_batches(rows, [[index] for index in range(len(rows))], budget)
         micros = [to_tensors(rows, chosen, stream.pad_id, device) for chosen in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -14,11 +15,11 @@ from trimtab.runs.layout import CONFIG, checkpoint_folder
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.custom_objective import refuse_other
-from trimtab.trainer.idle import IdleSteps
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.observer import Observer
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.source import RolloutSource
+from trimtab.trainer.stop import IdleSteps
 
 KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare", "guard")
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
@@ -55,7 +56,7 @@ def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = 
     needed, later = trainer.needed_checkpoints(), None if wait else run.finish_later
     store.save(run.checkpoint_root, trainer.step, *capture(trainer, evaluated), later=later)
     if wait:
-        _mark_best(trainer, evaluated)
+        store.mark_best(run.checkpoint_root, trainer.step, *_best(trainer, evaluated))
     store.delete_old(run.checkpoint_root, trainer.config.checkpoint.keep, needed)
 
 
@@ -69,30 +70,18 @@ def save_if_unsaved(trainer: TrainerState) -> None:
 
 def has_improved(trainer: TrainerState, evaluated: Mapping[str, float]) -> bool:
     """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
-    value = _value_of_best(trainer, evaluated)
-    if value is None:
-        return False
-    improved = store.is_best(trainer.run.checkpoint_root, trainer.config.eval.best_label, value)
     # The leader decides: on a shared file system other ranks may still read the previous best.json.
-    return current_ranks().broadcast_bool(improved)
+    return current_ranks().broadcast_bool(store.is_best(trainer.run.checkpoint_root, *_best(trainer, evaluated)))
 
 
-def _mark_best(trainer: TrainerState, evaluated: Mapping[str, float]) -> None:
-    """Marks this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
-    value = _value_of_best(trainer, evaluated)
-    if value is not None:
-        store.mark_best(trainer.run.checkpoint_root, trainer.step, trainer.config.eval.best_label, value)
+def _best(trainer: TrainerState, evaluated: Mapping[str, float]) -> tuple[str, float]:
+    """Returns the label of `eval.best` and the mean of its metrics.
 
-
-def _value_of_best(trainer: TrainerState, evaluated: Mapping[str, float]) -> float | None:
-    """Returns the mean of the metrics in `eval.best`.
-
-    None without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
+    NaN without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
     """
-    names = trainer.config.eval.best_metrics
-    if not names or not evaluated.keys() >= set(names):
-        return None
-    return sum(evaluated[name] for name in names) / len(names)
+    section = trainer.config.eval
+    values = [evaluated.get(name, math.nan) for name in section.best_metrics]
+    return section.best_label, sum(values) / len(values) if values else math.nan
 
 
 def capture(
@@ -143,7 +132,8 @@ def resume(trainer: TrainerState) -> None:
     if "engine" not in checkpoint.tensors:
         trainer.publish_now()
     trainer.source.restore(checkpoint.tensors, checkpoint.meta["source"], checkpoint.files)
-    _mark_best(trainer, checkpoint.meta["measured"])  # in case the run was killed between saving and marking
+    # In case the run was killed between saving and marking.
+    store.mark_best(run.checkpoint_root, trainer.step, *_best(trainer, checkpoint.meta["measured"]))
     trainer.observer.message(f"resumed from {checkpoint.folder}")
 
 

@@ -28,13 +28,7 @@ from torch import Tensor
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
-from trimtab.runs.layout import (
-    BEST,
-    best_checkpoint,
-    checkpoint_folder,
-    checkpoint_step,
-    list_checkpoints,
-)
+from trimtab.runs.layout import BEST, best_checkpoint, checkpoint_folder, checkpoint_step, list_checkpoints
 from trimtab.trainer.checkpoint.sharded_sections import Shards, write
 from trimtab.trainer.models.sharding import is_sharded
 from trimtab.trainer.ranks import SINGLE_RANK, RankGroup, current_ranks

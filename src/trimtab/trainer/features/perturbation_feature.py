@@ -52,8 +52,7 @@ class PerturbationFeature(Feature):
             yield {}
             return
         seed = derive(self._config.seed, "noise", call.update, call.position)
-        watched = call.purpose == "train" and call.micro.rows
-        coverage = self._coverage if watched else None
+        coverage = self._coverage if call.purpose == "train" and call.micro.rows else None
         with self.perturbation.attached(seed=seed, coverage=coverage, sigmas=self._sigmas):
             yield {}
 
@@ -97,11 +96,13 @@ class PerturbationFeature(Feature):
             metrics["perturbation/grad_norm"] = float(np.mean(self._gradients))
         if not stats.perturbed:
             return metrics
-        layers = [name.removeprefix(CHANGED) for name in stats.counts if name.startswith(CHANGED)]
-        changed = {layer: stats.counts[CHANGED + layer] / max(stats.counts[COMPARED + layer], 1) for layer in layers}
+        changed = {
+            name: count / max(stats.counts[name.replace(CHANGED, COMPARED)], 1)
+            for name, count in stats.counts.items()
+            if name.startswith(CHANGED)
+        }
         if changed:
-            metrics |= {f"perturbation/changed/{layer}": share for layer, share in changed.items()}
-            metrics["perturbation/changed"] = float(np.mean(list(changed.values())))
+            metrics |= {**changed, "perturbation/changed": float(np.mean(list(changed.values())))}
         clean = np.concatenate([stats.mismatch_logps[row] for row in stats.perturbed]).astype(np.float64)
         noisy = np.concatenate(list(stats.perturbed.values())).astype(np.float64)
         metrics["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())

@@ -16,7 +16,6 @@ before the softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -255,7 +254,7 @@ def packed_attention_forward(
         is_plain = softcap is None and sliding_window is None and dtype != torch.float64
         if is_plain and fused is not None and (fused.on_cpu or on_accelerator(query.device)):
             return fused.attend(query, key, value, options.scaling, dtype), None
-        return PackedAttention.apply(query, key, value, layout, options), None
+        return PackedAttention.apply(query, key, value, layout, options, _attend_packed), None
 
 
 AttentionInterface.register(PACKED_IMPLEMENTATION, packed_attention_forward)
@@ -263,43 +262,28 @@ AttentionMaskInterface.register(PACKED_IMPLEMENTATION, sdpa_mask)
 
 
 class PackedAttention(torch.autograd.Function):
-    """The attention of one layer over a packed row; probabilities are kept for the backward, or recomputed."""
+    """The attention of one layer over a packed row.
+
+    `attend` returns the output, and the probabilities of the blocks of each kind of row; the backward computes them
+    again where there are none.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
-    ) -> Tensor:
-        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, value, layout, options, attend = inputs
+        sizes = key.shape[1], key.shape[3]  # key heads, and the width of a head
         q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
-        out = torch.empty_like(q)
-        kept: list[list[Tensor]] = []
-        for kind in _kinds(layout, k, v):
-            part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, options, (key_heads, width))
-            out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
-            kept.append(probabilities)
-        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
-        return out.view(1, -1, heads, width)
-
-    @staticmethod
-    def remember(
-        ctx: Any,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        kept: Sequence[Sequence[Tensor]],
-        layout: PackedLayout,
-        options: AttentionOptions,
-        sizes: tuple[int, int, int],
-    ) -> None:
-        """Saves the inputs of the backward. `kept`: the probabilities of the blocks of each kind of row, or none."""
-        ctx.save_for_backward(*inputs, *(probability for part in kept for probability in part))
+        out, kept = attend(q, k, v, layout, options, sizes)
+        ctx.save_for_backward(q, k, v, *(probability for part in kept for probability in part))
         ctx.kept = [len(part) for part in kept]
         ctx.layout, ctx.options, ctx.sizes = layout, options, sizes
+        return out.view(1, len(q), -1, sizes[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
         layout: PackedLayout = ctx.layout
         options: AttentionOptions = ctx.options
-        heads, key_heads, width = ctx.sizes
         grad = grads[0].reshape(q.shape).to(options.dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         to_q[layout.responses.stop :] = 0  # fillers: the backward of invariant attention is this one too
@@ -307,21 +291,26 @@ class PackedAttention(torch.autograd.Function):
             kept, saved = saved[:count], saved[count:]
             rows = kind.rows
             part = rows.to_padded(grad), rows.to_padded(q), kept
-            gq, gk, gv = _attend_backward(kind, *part, layout, options, (key_heads, width))
+            gq, gk, gv = _attend_backward(kind, *part, layout, options, ctx.sizes)
             to_q[rows.start : rows.stop] = rows.pack(gq)
             _collect(to_k, gk, rows, layout)
             _collect(to_v, gv, rows, layout)
-        return (
-            to_q.view(1, -1, heads, width).transpose(1, 2),
-            to_k.view(1, -1, key_heads, width).transpose(1, 2),
-            to_v.view(1, -1, key_heads, width).transpose(1, 2),
-            None,
-            None,
-        )
+        return *(x.view(1, len(x), -1, ctx.sizes[1]).transpose(1, 2) for x in (to_q, to_k, to_v)), None, None, None
 
 
 def token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels"]:
     return x[0].transpose(0, 1).to(dtype).flatten(1)
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int]
+) -> tuple[Tensor, list[list[Tensor]]]:
+    out, kept = torch.empty_like(q), []
+    for kind in _kinds(layout, k, v):
+        part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, options, sizes)
+        out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
+        kept.append(probabilities)
+    return out, kept
 
 
 class _Kind(NamedTuple):
@@ -395,10 +384,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: AttentionOptions) -> Fl
 def _attend(
     kind: _Kind, q: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns the output rows, and the probabilities of every block if they are few enough to keep.
-
-    sizes: key heads, and the width of a head.
-    """
+    """Returns the output rows, and the probabilities of every block if they are few enough to keep."""
     rows, queries, channels = q.shape
     heads, keys = channels // sizes[1], kind.keys.shape[1]
     out, kept = torch.empty_like(q), []

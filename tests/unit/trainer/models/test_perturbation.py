@@ -17,7 +17,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models import invariant, logprobs, perturbed_layer
+from trimtab.trainer.models import invariant, logprobs
+from trimtab.trainer.models import perturbation as perturbation_module
 from trimtab.trainer.models.architecture import decoder_stack, is_block, model_parts
 from trimtab.trainer.models.families import FAMILIES
 from trimtab.trainer.models.logprobs import score
@@ -179,7 +180,7 @@ def test_recomputation_inside_another_draw_uses_its_own_noise() -> None:
 def test_recomputation_without_noise_is_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a checkpointing wrapper that we do not know of must not lead to silently wrong gradients."""
     monkeypatch.setattr(
-        perturbed_layer.PerturbedLayer, "_checkpoint", lambda _, original, run, *args: original(run, *args)
+        perturbation_module.PerturbedLayer, "_checkpoint", lambda _, original, run, *args: original(run, *args)
     )
     model = build("llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -355,7 +356,7 @@ def test_small_noise_reaches_the_products_unless_the_stream_rounds_it_away(
     """The planted fault is the obvious way: a bfloat16 stream. The measure must call that a no-op."""
     model = large_entries(build(kind, dtype=BF16))
     kept = changed(model, layers="0", std=4e-4)
-    monkeypatch.setattr(perturbed_layer, "stream_dtype", lambda dtype: dtype)
+    monkeypatch.setattr(perturbation_module, "stream_dtype", lambda dtype: dtype)
     lost = changed(model, layers="0", std=4e-4)
     assert lost == {"0": 0.0}
     if kind == "olmo2":  # no norm before its attention: a bfloat16 product sees what a bfloat16 stream would hold

@@ -64,7 +64,9 @@ def invariant_attention_forward(
     dtype = value.dtype
     with torch.autocast(query.device.type, enabled=False):
         if isinstance(layout, PackedLayout):
-            return _Packed.apply(query, key, value, layout, AttentionOptions(scale, None, None, dtype)), None
+            options = AttentionOptions(scale, None, None, dtype)
+            # The backward is the native one: a sampler computes no gradients.
+            return PackedAttention.apply(query, key, value, layout, options, attend_packed), None
         q, k, v = (token_major(x, dtype) for x in (query, key, value))
         out = layout(module.layer_idx, q, k, v, scale)  # pyright: ignore[reportArgumentType]
         return out.view(1, -1, heads, width), None
@@ -148,20 +150,6 @@ class _Keys(NamedTuple):
     def visible(self, last: int) -> int:
         """Returns the number of keys, in whole blocks, that queries up to `last` attend to."""
         return self.keys.shape[1] if self.lengths is not None else min(round_up(last, KEY_BLOCK), self.keys.shape[1])
-
-
-class _Packed(PackedAttention):
-    """Attention of a packed micro-batch. The backward is the native one: a sampler computes no gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
-    ) -> Tensor:
-        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
-        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
-        out, kept = attend_packed(q, k, v, layout, options, (key_heads, width))
-        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
-        return out.view(1, -1, heads, width)
 
 
 def attend_packed(

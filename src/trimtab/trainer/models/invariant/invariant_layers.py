@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trimtab.trainer.models.invariant.kernels import matmul_kernel, row_kernels, use_triton
+from trimtab.trainer.models.invariant.kernels import row_kernels, use_triton
 from trimtab.trainer.models.matmul import MULTIPLE, linear_by, packed_alike, pad_rows, tiled_linear, tiled_product
 
 
@@ -34,7 +34,7 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """Returns `a @ b.T`; the bits of each row do not depend on the other rows. It has no gradient."""
     if use_triton(a):
-        return matmul_kernel.batch_invariant_matmul(a, b)
+        return row_kernels.batch_invariant_matmul(a, b)
     return tiled_product(pad_rows(a, MULTIPLE), b)[: len(a)]
 
 
@@ -76,7 +76,7 @@ class InvariantLinear(nn.Linear):
         copy = None if torch.is_grad_enabled() else _packed.get().get(self)
         states, weight = input.to(dtype), self.weight.to(dtype) if copy is None else copy
         if use_triton(states):
-            result = linear_by(matmul_kernel.batch_invariant_matmul, states, weight, None)
+            result = linear_by(row_kernels.batch_invariant_matmul, states, weight, None)
         else:
             result = tiled_linear(states, weight)
         return result if self.bias is None else result + self.bias.to(dtype)
