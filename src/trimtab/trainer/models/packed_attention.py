@@ -16,6 +16,7 @@ before the softmax.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -269,8 +270,15 @@ class PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, value, layout, options, attend = inputs
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
+        options: AttentionOptions,
+        attend: Callable[..., tuple[Tensor, Sequence[Sequence[Tensor]]]],
+    ) -> Tensor:
         sizes = key.shape[1], key.shape[3]  # key heads, and the width of a head
         q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
         out, kept = attend(q, k, v, layout, options, sizes)
@@ -290,8 +298,7 @@ class PackedAttention(torch.autograd.Function):
         for kind, count in zip(_kinds(layout, k, v), ctx.kept, strict=True):
             kept, saved = saved[:count], saved[count:]
             rows = kind.rows
-            part = rows.to_padded(grad), rows.to_padded(q), kept
-            gq, gk, gv = _attend_backward(kind, *part, layout, options, ctx.sizes)
+            gq, gk, gv = _attend_backward(kind, rows.to_padded(grad), rows.to_padded(q), kept, options, ctx.sizes)
             to_q[rows.start : rows.stop] = rows.pack(gq)
             _collect(to_k, gk, rows, layout)
             _collect(to_v, gv, rows, layout)
@@ -307,7 +314,7 @@ def _attend_packed(
 ) -> tuple[Tensor, list[list[Tensor]]]:
     out, kept = torch.empty_like(q), []
     for kind in _kinds(layout, k, v):
-        part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, options, sizes)
+        part, probabilities = _attend(kind, kind.rows.to_padded(q), options, sizes)
         out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
         kept.append(probabilities)
     return out, kept
@@ -316,6 +323,7 @@ def _attend_packed(
 class _Kind(NamedTuple):
     """Rows of queries with the padded keys and values they attend to; `shared`: those of their prompt come first."""
 
+    layout: PackedLayout
     rows: PaddedRows
     keys: Float[Tensor, "rows keys channels"]
     values: Float[Tensor, "rows keys channels"]
@@ -326,11 +334,11 @@ def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[_Kind]:
     """Returns the two kinds of rows: prompts attending to themselves, responses to their prompt and themselves."""
     prompts, responses = layout.prompts, layout.responses
     k_prompt, v_prompt = prompts.to_padded(k), prompts.to_padded(v)
-    kinds = [_Kind(prompts, k_prompt, v_prompt, False)]
+    kinds = [_Kind(layout, prompts, k_prompt, v_prompt, False)]
     if responses.width:
         keys = torch.cat([k_prompt.index_select(0, layout.prompt_index), responses.to_padded(k)], dim=1)
         values = torch.cat([v_prompt.index_select(0, layout.prompt_index), responses.to_padded(v)], dim=1)
-        kinds.append(_Kind(responses, keys, values, True))
+        kinds.append(_Kind(layout, responses, keys, values, True))
     return kinds
 
 
@@ -381,15 +389,13 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: AttentionOptions) -> Fl
     return scores.view(len(mask), -1, queries, keys).add_(mask)
 
 
-def _attend(
-    kind: _Kind, q: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int]
-) -> tuple[Tensor, list[Tensor]]:
+def _attend(kind: _Kind, q: Tensor, options: AttentionOptions, sizes: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
     """Returns the output rows, and the probabilities of every block if they are few enough to keep."""
     rows, queries, channels = q.shape
     heads, keys = channels // sizes[1], kind.keys.shape[1]
     out, kept = torch.empty_like(q), []
     for block in working_blocks(rows, heads, queries, keys, q.device):
-        fq, fk, fv, mask = _inputs(kind, q, layout, options, sizes, block)
+        fq, fk, fv, mask = _inputs(kind, q, options, sizes, block)
         probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
         product = batched_product(probability.view(len(fq), -1, block.keys), fv)
         out[block.rows, block.queries] = unfold_heads(product, len(mask), mask.shape[2])
@@ -399,26 +405,17 @@ def _attend(
 
 
 def _inputs(
-    kind: _Kind, q: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int], block: _Block
+    kind: _Kind, q: Tensor, options: AttentionOptions, sizes: tuple[int, int], block: _Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns folded queries, keys and values of a block, and its mask."""
+    keys, values = kind.keys[block.rows, : block.keys], kind.values[block.rows, : block.keys]
+    fq, fk, fv = (fold_heads(x, *sizes) for x in (q[block.rows, block.queries], keys, values))
     exact = torch.float64 if options.dtype == torch.float64 else torch.float32
-    return (
-        fold_heads(q[block.rows, block.queries], *sizes),
-        fold_heads(kind.keys[block.rows, : block.keys], *sizes),
-        fold_heads(kind.values[block.rows, : block.keys], *sizes),
-        layout.mask(kind.shared, options.window, exact, block),
-    )
+    return fq, fk, fv, kind.layout.mask(kind.shared, options.window, exact, block)
 
 
 def _attend_backward(
-    kind: _Kind,
-    grad: Tensor,
-    q: Tensor,
-    kept: list[Tensor],
-    layout: PackedLayout,
-    options: AttentionOptions,
-    sizes: tuple[int, int],
+    kind: _Kind, grad: Tensor, q: Tensor, kept: list[Tensor], options: AttentionOptions, sizes: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, queries, channels = q.shape
     blocks = working_blocks(rows, channels // sizes[1], queries, kind.keys.shape[1], q.device)
@@ -429,7 +426,7 @@ def _attend_backward(
     to_k = torch.zeros_like(kind.keys, dtype=sums)
     to_v = torch.zeros_like(kind.values, dtype=sums)
     for index, block in enumerate(blocks):
-        fq, fk, fv, mask = _inputs(kind, q, layout, options, sizes, block)
+        fq, fk, fv, mask = _inputs(kind, q, options, sizes, block)
         fg = fold_heads(grad[block.rows, block.queries], *sizes)
         slope = None
         if not kept or options.softcap is not None:

@@ -21,8 +21,7 @@ from jaxtyping import Int, Int16
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.architecture import decoder_stack
-from trimtab.trainer.models.families import MIXTURES, Gates
+from trimtab.trainer.models.architecture import MIXTURES, Gates, decoder_stack
 from trimtab.types import ExpertArray
 
 

@@ -19,8 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models import invariant, logprobs
 from trimtab.trainer.models import perturbation as perturbation_module
-from trimtab.trainer.models.architecture import decoder_stack, is_block, model_parts
-from trimtab.trainer.models.families import FAMILIES
+from trimtab.trainer.models.architecture import FAMILIES, decoder_stack, is_block, model_parts
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.noise import normals
 from trimtab.trainer.models.perturbation import Perturbation, PerturbationCoverage

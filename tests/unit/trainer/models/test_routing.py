@@ -12,7 +12,7 @@ from tests.unit.trainer.models.test_logprobs import PROMPT_INDEX, PROMPTS, RESPO
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.families import MIXTURES
+from trimtab.trainer.models.architecture import MIXTURES
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.perturbation import Perturbation
 from trimtab.trainer.models.routing import (

@@ -19,8 +19,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.families import INVARIANT
-from trimtab.trainer.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION
+from trimtab.trainer.models.architecture import INVARIANT
+from trimtab.trainer.models.invariant.invariant_attention import INVARIANT_IMPLEMENTATION  # registers it
 from trimtab.trainer.models.invariant.invariant_layers import (
     InvariantEmbedding,
     InvariantLinear,
