@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -31,14 +31,6 @@ from trimtab.trainer.ranks import current_ranks
 
 LOST = "undelivered"
 """Name of the rule that sees that the sampler does not have its newest weights."""
-
-
-class Guarded(snapshot.TrainerState, Protocol):
-    """What the guard calls of a trainer, besides what checkpoints need."""
-
-    def log_restored(self, marks: Mapping[str, Any]) -> None:
-        """Evaluates the restored policy, and logs it as a step of its own."""
-        ...
 
 
 @dataclass
@@ -78,7 +70,7 @@ class Guard:
         """Updates between two publications of weights."""
         return max(1, self._sync_every >> self.state.returns)
 
-    def begin(self, trainer: Guarded) -> None:
+    def begin(self, trainer: snapshot.TrainerState) -> None:
         """Reads the logged steps of a resumed run, and returns if it was killed between a failed step and its return.
 
         Saves the policy of a new run before its first step. Raises `DivergedError` for a run that the guard has ended.
@@ -138,7 +130,7 @@ class Guard:
         if "nonfinite" in self.config.on:
             self.state.failed = [*Sign("nonfinite", "nonfinite", str(error), step)]
 
-    def return_if_failed(self, trainer: Guarded) -> bool:
+    def return_if_failed(self, trainer: snapshot.TrainerState) -> bool:
         """Returns to an earlier policy if a step failed; whether it did. Raises `DivergedError` the last time."""
         if not self.state.failed:
             return False
@@ -146,17 +138,17 @@ class Guard:
         self.raise_if_exhausted(trainer)
         return True
 
-    def needed_checkpoints(self, trainer: Guarded) -> set[int]:
+    def needed_checkpoints(self, trainer: snapshot.TrainerState) -> set[int]:
         """Returns the steps of checkpoints that must stay with that of this step; of the leader, who deletes others."""
         return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every) if self.is_on else set()
 
-    def _snapshots(self, trainer: Guarded) -> list[int]:
+    def _snapshots(self, trainer: snapshot.TrainerState) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without those of discarded steps."""
         counted = {0, *self._steps.numbers}
         saved = current_ranks().run_on_all_ranks(trainer.run.checkpoints)
         return [step for step in map(checkpoint_step, saved) if step in counted]
 
-    def act(self, trainer: Guarded, sign: Sign) -> bool:
+    def act(self, trainer: snapshot.TrainerState, sign: Sign) -> bool:
         """Publishes lost weights again, or returns to an earlier policy; whether that policy was saved as this step."""
         if sign.name == LOST:
             self._publish_again(trainer, sign)
@@ -195,7 +187,7 @@ class Guard:
         logged = self.state.marks.get(EVENT)
         self.state.marks[EVENT] = text if logged is None else f"{logged}; {text}"
 
-    def _publish_again(self, trainer: Guarded, sign: Sign) -> None:
+    def _publish_again(self, trainer: snapshot.TrainerState, sign: Sign) -> None:
         """Publishes the weights again, and drops what was sampled without them."""
         trainer.publish_now()
         _, meta, files = trainer.source.state(trainer.learner.updates)
@@ -207,7 +199,7 @@ class Guard:
             self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])
             self._steps.leave_out(lost)
 
-    def raise_if_exhausted(self, trainer: Guarded) -> None:
+    def raise_if_exhausted(self, trainer: snapshot.TrainerState) -> None:
         """Raises `DivergedError` after too many returns; the last one is saved."""
         if self.state.returns > self.config.times:
             last = checkpoint_folder(trainer.run.checkpoint_root, trainer.step)
@@ -219,7 +211,7 @@ class Guard:
     def saved_state(self) -> dict[str, Any]:
         return asdict(self.state) if self.is_on else {}
 
-    def load(self, trainer: Guarded, saved: Mapping[str, Any]) -> None:
+    def load(self, trainer: snapshot.TrainerState, saved: Mapping[str, Any]) -> None:
         """Restores `state` in a resumed run. Raises `TrimtabError` where that needs a guard, and there is none."""
         if self.is_on:
             self.state = GuardState(**saved)

@@ -108,10 +108,8 @@ def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> Samplin
 def eval_tasks(config: Config, task: Task, scorer: Scorer, others: Sequence[Task]) -> list[EvalTask]:
     """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes."""
     section = config.eval
-    return [
-        EvalTask(task, scorer, section.problems, section.samples, section.skip),
-        *(
-            EvalTask(built, rewards.build([], built), other.problems or section.problems, other.samples)
-            for built, other in zip(others, section.task, strict=True)
-        ),
-    ]
+    evaluated = [EvalTask(task, scorer, section.problems, section.samples, section.skip)]
+    for built, other in zip(others, section.task, strict=True):
+        count = other.problems or section.problems
+        evaluated.append(EvalTask(built, rewards.build([], built), count, other.samples))
+    return evaluated

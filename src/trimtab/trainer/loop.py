@@ -48,6 +48,7 @@ from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.sinks import Sink
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.trainer.stop import IdleSteps, Stop
+from trimtab.types import Engine
 
 
 @dataclass
@@ -106,7 +107,6 @@ class Trainer:
         return metrics
 
     def _train_step(self) -> dict[str, Any]:
-        """Runs one iteration and returns its metrics."""
         # 1. take
         start, version, steps = time.perf_counter(), self.learner.updates, self.steps
         self.observer.phase("collect", self.step, steps)
@@ -135,7 +135,9 @@ class Trainer:
         for message in (*rollout.messages(), *idle_message):
             self.observer.message(message)
         self.guard.raise_if_exhausted(self)
-        self._stop_if_idle(batch)
+        if self._is_idle_too_long():
+            snapshot.save_if_unsaved(self)
+            raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
         return metrics
 
     def _prepare_and_update(self, groups: Sequence[Group]) -> tuple[Batch, StepStatistics]:
@@ -190,8 +192,8 @@ class Trainer:
 
     def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
         """Returns the metrics of a step that runs/metrics.toml lists. `version`: updates before the step."""
-        self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
         self.seconds["proximal"] = batch.seconds
+        self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
         metrics: dict[str, Any] = {
             "step": self.step,
             "updates": self.learner.updates,
@@ -219,16 +221,13 @@ class Trainer:
 
         The sampler's own weights are restored afterwards.
         """
-        measured = self.source.evaluate_with(
-            named_weights(self.learner.model),
-            self.learner.updates,
-            lambda engine: {
-                key: value
-                for held_out in self.held_out
-                for key, value in held_out.measure(engine, self.collector).items()
-            },
-            weights_altered=self.config.engine.changes_weights,
-        )
+
+        def measure(engine: Engine) -> dict[str, float]:
+            parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]
+            return {key: value for part in parts for key, value in part.items()}
+
+        weights, altered = named_weights(self.learner.model), self.config.engine.changes_weights
+        measured = self.source.evaluate_with(weights, self.learner.updates, measure, weights_altered=altered)
         for held_out in self.held_out:
             self.observer.evaluated(held_out.evaluated.task.name, moment, measured[held_out.evaluated.metrics[0]])
         return measured
@@ -284,12 +283,6 @@ class Trainer:
             snapshot.save_if_unsaved(self)
             self.observer.message(f"stopped after step {self.step}, which is saved")
         raise Stopped(signal_number)
-
-    def _stop_if_idle(self, batch: Batch) -> None:
-        """Saves a checkpoint and raises `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
-        if self._is_idle_too_long():
-            snapshot.save_if_unsaved(self)
-            raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
 
     def _is_idle_too_long(self) -> bool:
         limit = self.config.trainer.max_idle_steps

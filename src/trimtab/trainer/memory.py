@@ -71,18 +71,12 @@ def micro_batch_tokens(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     state = 0 if config.sharding.offload else 3 * trained * master / ranks
     most = max(SIZES[0], update // ranks) if ranks > 1 else SIZES[-1]
+    compute = 2 if config.model.autocast == "bfloat16" else master
+    numbers = {"master": master, "compute": compute, "recompute": config.model.gradient_checkpointing}
     for tokens in [size for size in reversed(SIZES) if size <= most]:
-        rows = max(1, tokens // (prompt + response))
+        rows, most_run = max(1, tokens // (prompt + response)), max(tokens, prompt + response)
         rank = Rank(
-            ranks=ranks,
-            tokens=max(tokens, prompt + response),
-            scored=rows * response,
-            rows=rows,
-            prompt=prompt,
-            response=response,
-            master=master,
-            compute=2 if config.model.autocast == "bfloat16" else master,
-            recompute=config.model.gradient_checkpointing,
+            ranks=ranks, tokens=most_run, scored=rows * response, rows=rows, prompt=prompt, response=response, **numbers
         )
         terms = rank_memory(shape, rank)
         if state + sum(terms[name] for name in ("copies", "kept", "layer", "attention", "head")) <= available:

@@ -14,8 +14,6 @@ from trimtab.trainer.config import OptimConfig
 from trimtab.trainer.models.sharding import local_shard
 from trimtab.trainer.ranks import RankGroup
 
-ADVICE = "lower optim.lr or choose a stricter correction"
-
 
 class NonFiniteUpdateError(DivergedError):
     """Loss, gradient or weights are not finite, and training cannot continue.
@@ -23,10 +21,10 @@ class NonFiniteUpdateError(DivergedError):
     `weights_are_good`: all bad updates were skipped, so the weights can still be saved. `advice`: what to change.
     """
 
-    def __init__(self, message: str, *, weights_are_good: bool, advice: str = ADVICE) -> None:
+    def __init__(self, message: str, *, weights_are_good: bool, advice: str = "") -> None:
         super().__init__(message)
         self.weights_are_good = weights_are_good
-        self.advice = advice
+        self.advice = advice or "lower optim.lr or choose a stricter correction"
 
 
 def build_optimizer(

@@ -29,7 +29,6 @@ OUTPUT_TAIL_BYTES = 4096  # of the child's output that are searched for the last
 # vLLM) would otherwise join the trainer's ranks and wait for their store.
 TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME"}
 TORCHRUN_VARIABLES |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
-TORCHRUN_PREFIX = "TORCHELASTIC_"
 
 
 class Message(NamedTuple):
@@ -67,7 +66,7 @@ class WorkerProcess:
             self._output = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._output)
         output = 2 if show_output else self._output
-        own = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES and not k.startswith(TORCHRUN_PREFIX)}
+        own = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES and not k.startswith("TORCHELASTIC_")}
         with child_end:
             self.process = subprocess.Popen(
                 # -P: a module in the working directory must not shadow an installed one.

@@ -26,7 +26,7 @@ KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
 
 
 class TrainerState(Protocol):
-    """The state of a trainer that a checkpoint holds, and the methods that resuming calls."""
+    """The state of a trainer that a checkpoint holds, and the methods that resuming and the guard call."""
 
     config: Config
     source: RolloutSource
@@ -43,6 +43,8 @@ class TrainerState(Protocol):
     def load_guard_state(self, saved: Mapping[str, Any]) -> None: ...
 
     def needed_checkpoints(self) -> set[int]: ...
+
+    def log_restored(self, marks: Mapping[str, Any]) -> None: ...
 
 
 def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = True) -> None:

@@ -17,11 +17,6 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
 from trimtab.trainer.packing import MicroBatch, MiniBatch
 
-LAG_MESSAGE = (
-    "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "
-    "take bounds from a run's own trajectories instead (trimtab diagnose)"
-)
-
 
 class Calibration(Feature):
     """Replaces the objective's bounds before the first update of a run. `bounds` are None until then."""
@@ -55,7 +50,10 @@ class Calibration(Feature):
         trainer = self._config.trainer
         lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.updates_per_step)
         if lag > 0:
-            self._notify(LAG_MESSAGE.format(lag))
+            self._notify(
+                f"caution: this first batch is fresh, later ones are up to {lag} updates older and will be rejected "
+                "far more often; take bounds from a run's own trajectories instead (trimtab diagnose)"
+            )
         for line in learner.objective.equation(self._config.advantage.kind).splitlines():
             self._notify(line)
 

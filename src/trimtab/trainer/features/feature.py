@@ -114,10 +114,7 @@ class Feature:
     """
 
     perturbs_policy: bool = False
-
-    @property
-    def probes(self) -> bool:
-        return False
+    probes: bool = False
 
     def modules(self) -> Mapping[str, TrainedModule]:
         """Modules to train, by the name of their section in a checkpoint."""

@@ -37,10 +37,6 @@ class PerturbationFeature(Feature):
         self._coverage: PerturbationCoverage | None = None
         self._gradients: list[float] = []
 
-    @property
-    def probes(self) -> bool:
-        return self._coverage is not None
-
     def modules(self) -> Mapping[str, TrainedModule]:
         return {"perturbation": TrainedModule(self.perturbation, self._lr)}
 
@@ -57,9 +53,9 @@ class PerturbationFeature(Feature):
             yield {}
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
-        probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
+        self.probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
         self._sigmas = self.perturbation.sigmas()
-        self._coverage = PerturbationCoverage() if probes else None
+        self._coverage = PerturbationCoverage() if self.probes else None
         self._gradients = []
 
     def end_backward(self) -> None:

@@ -202,8 +202,7 @@ def linear_by(
 
     Both have the same dtype. The backward is the same for every `multiply`: only the trainer computes gradients.
     """
-    result: Any = _Product.apply(states, weight, multiply, multiple)
-    return result
+    return _Product.apply(states, weight, multiply, multiple)
 
 
 def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:

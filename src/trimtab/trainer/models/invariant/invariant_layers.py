@@ -121,10 +121,7 @@ class InvariantSiLU(nn.Module):
     """x / (1 + exp(-x)), rounded once."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return _silu(input)
-        result: Any = _SiLU.apply(input)
-        return result
+        return _SiLU.apply(input) if torch.is_grad_enabled() else _silu(input)
 
 
 def _silu(states: Tensor) -> Tensor:

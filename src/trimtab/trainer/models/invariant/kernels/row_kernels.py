@@ -86,8 +86,7 @@ def rms_norm(
     vllm-project/vllm#48391.) The backward is PyTorch's: only the trainer computes gradients, which need not be
     invariant.
     """
-    result: Any = _RMSNorm.apply(states, weight, epsilon)
-    return result
+    return _RMSNorm.apply(states, weight, epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):
