@@ -227,20 +227,16 @@ def test_adapters_are_perturbed_like_their_base(dtype: torch.dtype) -> None:
     assert (perturbation.log_sigma.grad != 0).all()
 
 
-@pytest.mark.parametrize("layers", ["some", "0-1,", "0,0-1", "0,2", "0-2", "1-0"])
-def test_layers_that_the_model_does_not_have_are_refused(layers: str) -> None:
-    with pytest.raises(TrimtabError, match=f"layers '{layers}'"):
-        Perturbation(build("llama"), layers)
-
-
-@pytest.mark.parametrize("std", [[0.1], [0.1, -0.1], -1.0, float("nan")])
-def test_standard_deviations_that_do_not_fit_are_refused(std: float | list[float]) -> None:
-    with pytest.raises(TrimtabError, match="perturbation std"):
-        Perturbation(build("llama"), "all", std)
-
-
-def test_attaching_twice_is_refused() -> None:
-    perturbation = Perturbation(build("llama"))
+def test_what_does_not_fit_is_refused() -> None:
+    """Layers that the model does not have, other standard deviations, and attaching twice."""
+    model = build("llama")
+    for layers in ("some", "0-1,", "0,0-1", "0,2", "0-2", "1-0"):
+        with pytest.raises(TrimtabError, match=f"layers '{layers}'"):
+            Perturbation(model, layers)
+    for std in ([0.1], [0.1, -0.1], -1.0, float("nan")):
+        with pytest.raises(TrimtabError, match="perturbation std"):
+            Perturbation(model, "all", std)
+    perturbation = Perturbation(model)
     with perturbation.attached(seed=4), pytest.raises(TrimtabError, match="attached already, with seed 4"):
         perturbation.attached(seed=5).__enter__()
 
