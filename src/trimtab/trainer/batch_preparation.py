@@ -90,7 +90,10 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
         if learner.token_baseline:
             scores = _token_advantages(minibatch, rows)
         elif learner.distills:
-            scores = [_distillation_advantages(micro) for micro in minibatch]
+            scores = [
+                distillation_advantages(micro.reference, micro.proximal, micro.mask)  # pyright: ignore[reportArgumentType]
+                for micro in minibatch
+            ]
         else:
             scores = [values[list(micro.rows)].to(learner.device) for micro in minibatch]
         for index, (micro, advantage) in enumerate(zip(list(minibatch), scores, strict=True)):
@@ -113,12 +116,6 @@ def _token_advantages(minibatch: MiniBatch, rows: Sequence[Trajectory]) -> list[
     values = optimal_token_advantages(rewards, groups, torch.where(mask, logp, 0.0), squares, mask)
     parts = values.split([len(micro.rows) for micro in minibatch])
     return [part[:, : micro.mask.shape[1]] for micro, part in zip(minibatch, parts, strict=True)]
-
-
-def _distillation_advantages(micro: MicroBatch) -> torch.Tensor:
-    assert micro.reference is not None
-    assert micro.proximal is not None
-    return distillation_advantages(micro.reference, micro.proximal, micro.mask)
 
 
 def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[MiniBatch]:

@@ -142,7 +142,10 @@ class RunsDisplay:
         remaining = self._bar.tasks[0].time_remaining
         left = "" if remaining is None else f"  about {duration(remaining)} left"
         count = f"{len(self._steps) - len(self._share)}/{len(self._steps)}"
-        self._print(f"{count}  {name}  {_result_line(result)}  ({duration(result.seconds)}){left}")
+        values = (("reward", result.reward), ("held-out", result.accuracy))
+        text = ", ".join(f"{key} {value:.2f}" for key, value in values if value is not None)
+        text = text if result.status == "done" else f"{result.status}: {result.error}"
+        self._print(f"{count}  {name}  {text}  ({duration(result.seconds)}){left}")
 
     def _advance(self, name: str, share: float) -> None:
         self._bar.advance(self._task, (share - self._share[name]) * self._cost[name])
@@ -157,13 +160,6 @@ def _cost(config: Config) -> float:
     trainer = config.trainer
     # Measured with the laboratory model: an update on a response takes twice as long as sampling it.
     return trainer.steps * trainer.prompts * trainer.samples * (1 + 2 * trainer.epochs)
-
-
-def _result_line(result: RunSummary) -> str:
-    if result.status != "done":
-        return f"{result.status}: {result.error}"
-    values = (("reward", result.reward), ("held-out", result.accuracy))
-    return ", ".join(f"{name} {value:.2f}" for name, value in values if value is not None)
 
 
 FIGURES = (

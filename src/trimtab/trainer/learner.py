@@ -182,13 +182,10 @@ class Learner:
         return stats
 
     def _one_update(self, batch: MiniBatch, stats: StepStatistics, version: int, *, first: bool, measure: bool) -> None:
-        """One optimizer update on the mini-batch `batch`.
+        """One optimizer update on the mini-batch `batch`. version: number of updates when the batch was taken.
 
-        Args:
-            version: number of updates when the batch was taken.
-            first: whether this is the first epoch.
-            measure: whether the log-probs still measure the mismatch between sampler and trainer, and not the effect
-                of earlier updates.
+        first: whether this is the first epoch. measure: whether the log-probs still measure the mismatch between
+        sampler and trainer, and not the effect of earlier updates.
         """
         assigned = list(assigned_micro_batches(batch, self.ranks))
         stats.slots += len(assigned) * self.ranks.size

@@ -39,13 +39,12 @@ from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.lora import named_weights
-from trimtab.trainer.observer import Moment, Observer
+from trimtab.trainer.observer import Moment, Observer, Sink
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
-from trimtab.trainer.sinks import Sink
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.trainer.stop import IdleSteps, Stop
 from trimtab.types import Engine

@@ -230,9 +230,7 @@ def empty_micro_batch(like: MicroBatch) -> MicroBatch:
     """A micro-batch without rows but with one token to run: sharded ranks must run forward and backward together."""
     tokens = like.tokens
     one_id, real = tokens.prompt_ids[:1, -1:], torch.ones(1, 1, dtype=torch.bool, device=like.mask.device)
-    values = {item.name: getattr(like, item.name) for item in fields(like)}
-    return MicroBatch(
-        rows=(),
-        tokens=TokenBatch(one_id, real, one_id, real, tokens.prompt_index.new_zeros(1)),
-        **{name: value[:0, :1] for name, value in values.items() if isinstance(value, torch.Tensor)},
-    )
+    one = TokenBatch(one_id, real, one_id, real, tokens.prompt_index.new_zeros(1))
+    values = ((item.name, getattr(like, item.name)) for item in fields(like))
+    empty: dict[str, Any] = {name: value[:0, :1] for name, value in values if isinstance(value, torch.Tensor)}
+    return MicroBatch(rows=(), tokens=one, **empty)

@@ -34,7 +34,7 @@ from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.loop import Trainer
 from trimtab.trainer.models.load import LoadedModel, check_same_ids
-from trimtab.trainer.observer import NullObserver, Observer
+from trimtab.trainer.observer import NullObserver, Observer, open_sinks
 from trimtab.trainer.optim import build_optimizer
 from trimtab.trainer.ranks import current_ranks, join
 from trimtab.trainer.requirements import check_recipe, task_contradictions
@@ -48,7 +48,6 @@ from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
 from trimtab.trainer.rollout.responses import EpisodeResponses, Responses
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
-from trimtab.trainer.sinks import open_sinks
 from trimtab.trainer.stop import Stop
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 

@@ -176,6 +176,8 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
     ages = version - np.concatenate([t.completion.policy_version[t.completion.sampled] for t in sampled])
     observed = any(t.completion.loss_mask is not None for t in sampled)
     parts = {f"reward/{name}": float(np.mean([t.rewards[name] for t in sampled])) for name in sampled[0].rewards}
+    # In nats, of the sampling distributions, if the engine reports it for all responses.
+    entropies = [t.completion.entropy[t.completion.sampled] for t in sampled if t.completion.entropy is not None]
     return {
         "trajectories/consumed": len(trajectories),
         "reward/mean": float(rewards.mean()),
@@ -187,15 +189,8 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
         "length/truncated": float(np.mean([t.completion.finish_reason == "length" for t in sampled])),
         "lag/mean": float(ages.mean()) if ages.size else 0.0,
         "lag/max": int(ages.max()) if ages.size else 0,
-        **_entropy(sampled),
+        **({"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(sampled) else {}),
     }
-
-
-def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the mean entropy, in nats, of the sampling distributions, if the engine reports it for all responses."""
-    completions = [t.completion for t in trajectories]
-    entropies = [c.entropy[c.sampled] for c in completions if c.entropy is not None]
-    return {"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(trajectories) else {}
 
 
 def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:

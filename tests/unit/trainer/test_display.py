@@ -15,7 +15,7 @@ from rich.table import Table
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import LogConfig, load_config
 from trimtab.trainer.display import PlainTextConsole, RunDisplay, closing_lines, figures, progress_bar
-from trimtab.trainer.sinks import open_sinks
+from trimtab.trainer.observer import open_sinks
 
 STEP: dict[str, float | str] = {
     "step": 3,

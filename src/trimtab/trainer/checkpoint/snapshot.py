@@ -177,7 +177,10 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:
     """Raises `TrimtabError` if keys that affect results have changed."""
     saved = parse_config(parse_toml(run.config_toml), str(run.path / CONFIG))
-    if saved.placement != config.placement and not _can_change_placement(saved, config):
+    # `SyncSource` saves the engine's weights, already quantized; `AsyncSource` would quantize them again.
+    continues = config.has_engine_threads and not config.engine.changes_weights
+    moved = saved.placement != config.placement and saved.has_engine_threads != config.has_engine_threads
+    if moved and not continues:
         raise TrimtabError(
             f"{run.path} cannot go on elsewhere (docs/scale.md says which runs can): resume it with placement = "
             f"{saved.placement!r}"
@@ -190,14 +193,6 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
             f"{run.path} was started with another recipe (now: {'; '.join(changed[:3])}): resume with the recipe and "
             "overrides of its config.toml, or choose another --out"
         )
-
-
-def _can_change_placement(saved: Config, config: Config) -> bool:
-    """Whether checkpoints of one placement can be resumed with the other."""
-    if saved.has_engine_threads == config.has_engine_threads:
-        return True
-    # `SyncSource` saves the engine's weights, already quantized; `AsyncSource` would quantize them again.
-    return config.has_engine_threads and not config.engine.changes_weights
 
 
 def _result_affecting_keys(config: Config) -> dict[str, Any]:
