@@ -34,19 +34,13 @@ from trimtab.types import Trajectory
 
 @dataclass
 class Batch:
-    """The data of one step.
-
-    Attributes:
-        advantages: (rows, 1); where each token has its own, the means over a row's trained tokens.
-        dropped: number of trajectories that were left out for proximal log-probs that are not finite.
-        seconds: duration of packing and scoring, repetitions after dropped trajectories included.
-    """
+    """The data of one step."""
 
     trajectories: list[Trajectory]
     minibatches: list[MiniBatch]
-    advantages: torch.Tensor
-    dropped: int
-    seconds: float
+    advantages: torch.Tensor  # (rows, 1); where each token has its own, the means over a row's trained tokens
+    dropped: int  # trajectories that were left out for proximal log-probs that are not finite
+    seconds: float  # of packing and scoring, repetitions after dropped trajectories included
 
     def rows(self, stats: StepStatistics, policy: str) -> list[Row]:
         """Returns rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used.

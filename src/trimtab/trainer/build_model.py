@@ -91,10 +91,7 @@ def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def empty_model(files: Path, config: Config, *, adapters: bool = False) -> PreTrainedModel:
-    """Returns a model with the modules and buffers of `files`; every weight is to be replaced.
-
-    `adapters`: with those of `model.lora`.
-    """
+    """Returns a model of `files`, with LoRA adapters if `adapters`; every weight, but no buffer, is to be replaced."""
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(files, trust_remote_code=False),

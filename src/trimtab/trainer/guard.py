@@ -35,19 +35,14 @@ LOST = "undelivered"
 
 @dataclass
 class GuardState:
-    """What a checkpoint keeps of the guard.
+    """What a checkpoint keeps of the guard."""
 
-    returns: number of returns so far. decay_from: updates of the policy of the first one. discarded: steps so far that
-    do not count. lost: those that were sampled without the newest weights. marks: metrics that the next step will
-    have. failed: the sign of a step that failed, until the run returns.
-    """
-
-    returns: int = 0
-    decay_from: int | None = None
-    discarded: int = 0
-    lost: list[int] = field(default_factory=list)
-    marks: dict[str, Any] = field(default_factory=dict)
-    failed: list[Any] = field(default_factory=list)
+    returns: int = 0  # so far
+    decay_from: int | None = None  # updates of the policy of the first return
+    discarded: int = 0  # steps so far that do not count
+    lost: list[int] = field(default_factory=list)  # steps that were sampled without the newest weights
+    marks: dict[str, Any] = field(default_factory=dict)  # metrics that the next step will have
+    failed: list[Any] = field(default_factory=list)  # the sign of a step that failed, until the run returns
 
 
 class Guard:

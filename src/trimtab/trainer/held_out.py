@@ -17,17 +17,14 @@ from trimtab.types import Engine, Problem, SamplingParams, Task
 
 @dataclass(frozen=True)
 class EvalTask:
-    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none).
-
-    `skip` problems of the test split are left out before them. `episodes` runs responses of several turns.
-    """
+    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none)."""
 
     task: Task
     scorer: Scorer
     problems: int
     samples: int
-    skip: int = 0
-    episodes: EpisodeRunner | None = None
+    skip: int = 0  # problems of the test split that are left out before them
+    episodes: EpisodeRunner | None = None  # runs responses of several turns
 
     @property
     def metrics(self) -> list[str]:

@@ -38,12 +38,7 @@ from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gat
 
 @dataclass
 class Learner:
-    """The trained model with its objective and optimizer.
-
-    `updates` counts completed optimizer updates. `micro_batch_tokens` is the token budget of a micro-batch, None until
-    the first batch, whose lengths "auto" reads. `lr_factor` multiplies the learning rate of the schedule, which falls
-    linearly to 0 besides, from update `decay_from` to the end of the run.
-    """
+    """The trained model with its objective and optimizer."""
 
     config: Config
     model: nn.Module
@@ -52,11 +47,11 @@ class Learner:
     total_updates: int
     reference: nn.Module | None = None
     features: Sequence[Feature] = ()
-    updates: int = 0
+    updates: int = 0  # completed optimizer updates
     bad_in_a_row: int = 0
-    micro_batch_tokens: int | None = None
-    lr_factor: float = 1.0
-    decay_from: int | None = None
+    micro_batch_tokens: int | None = None  # of a micro-batch; None until the first batch, whose lengths "auto" reads
+    lr_factor: float = 1.0  # multiplies the learning rate of the schedule
+    decay_from: int | None = None  # the update from which it falls linearly to 0 besides, at the end of the run
     ranks: RankGroup = field(default_factory=current_ranks)
 
     @property
@@ -154,13 +149,9 @@ class Learner:
     ) -> StepStatistics:
         """Trains on one batch: `trainer.epochs` epochs, one optimizer update for each mini-batch.
 
-        Args:
-            batches: the mini-batches, with advantages and the log-probs of the fixed policies.
-            on_progress: called after each update with the number of updates done and their total.
-            step: the number of the step, from 1.
-
-        Raises:
-            NonFiniteUpdateError: `trainer.max_bad_steps` updates in a row were not finite, or weights are not.
+        batches: the mini-batches, with advantages and the log-probs of the fixed policies. on_progress: called after
+        each update with the number of updates done and their total. step: the number of the step, from 1. Raises
+        `NonFiniteUpdateError` if `trainer.max_bad_steps` updates in a row were not finite, or weights are not.
         """
         for feature in self.features:
             feature.before_updates(self, batches, step)
@@ -217,10 +208,7 @@ class Learner:
         self._guarded_step(loss_sum, stats)
 
     def _guarded_step(self, loss_sum: torch.Tensor, stats: StepStatistics) -> None:
-        """Steps the optimizer, or skips the update if the loss or a gradient is not finite.
-
-        Raises `NonFiniteUpdateError` after `trainer.max_bad_steps` skipped updates in a row.
-        """
+        """Steps the optimizer, or skips the update if the loss or a gradient is not finite."""
         # Group 0 holds the policy. Modules of features have separate groups, outside of clipping and of the check
         # for finite weights: their gradients must not scale the policy's, and they may hold infinite values.
         policy, *others = (group["params"] for group in self.optimizer.param_groups)

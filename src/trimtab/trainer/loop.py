@@ -52,12 +52,7 @@ from trimtab.types import Engine
 
 @dataclass
 class Trainer:
-    """The state of one run and its training loop.
-
-    `step` counts finished steps, `learner.updates` optimizer updates. `seconds` holds the duration of each phase of the
-    current step; `held_out` begins with the problems of the run's own task; `initial_metrics` were measured before the
-    first step and are logged with it.
-    """
+    """The state of one run and its training loop."""
 
     config: Config
     source: RolloutSource
@@ -65,13 +60,13 @@ class Trainer:
     run: RunDirectory
     observer: Observer
     guard: Guard
-    held_out: Sequence[HeldOut] = ()
+    held_out: Sequence[HeldOut] = ()  # the problems of the run's own task come first
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
     idle: IdleSteps = field(default_factory=IdleSteps)
-    initial_metrics: dict[str, float] = field(default_factory=dict)
-    step: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    initial_metrics: dict[str, float] = field(default_factory=dict)  # measured before the first step, logged with it
+    step: int = 0  # finished steps; `learner.updates` counts optimizer updates
+    seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the current step
 
     @property
     def collector(self) -> Collector:
@@ -216,10 +211,7 @@ class Trainer:
         return metrics
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Returns accuracies on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
-
-        The sampler's own weights are restored afterwards.
-        """
+        """Returns accuracies on held-out problems, of weights in the engine's dtype that nothing quantizes or perturbs."""
 
         def measure(engine: Engine) -> dict[str, float]:
             parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]

@@ -26,34 +26,20 @@ from trimtab.types import Trajectory
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some rows of a batch as tensors.
+    """Some rows of a batch as tensors, of shape (rows, time) if nothing else is said."""
 
-    Attributes:
-        rows: positions in the batch's list of trajectories.
-        tokens: prompts and responses, padded.
-        mask: (rows, time) bool, True at trained tokens.
-        behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations.
-        turn: (rows, time) int64, number of the model turn from 0, as `Completion.turn`; -1 at padding.
-        off_policy: (rows, time) bool, True at tokens of external traces.
-        age: (rows, time) int64, in training steps: 1 at tokens of the policy that began this step, 2 of the one before.
-        advantage: (rows, 1) or (rows, time); NaN until it is known, so that a loss that reads it too early is NaN.
-        proximal, reference: (rows, time) float32 log-probs; None until scored.
-        squares: (rows, time) sum of p^2 over the vocabulary, where the advantages read it.
-        extras: what features have attached, by name (`features/`).
-    """
-
-    rows: tuple[int, ...]
-    tokens: TokenBatch
-    mask: torch.Tensor
-    behavior: torch.Tensor
-    turn: torch.Tensor
-    off_policy: torch.Tensor
-    age: torch.Tensor
-    advantage: torch.Tensor
-    proximal: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    squares: torch.Tensor | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...]  # positions in the batch's list of trajectories
+    tokens: TokenBatch  # prompts and responses, padded
+    mask: torch.Tensor  # bool, True at trained tokens
+    behavior: torch.Tensor  # float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations
+    turn: torch.Tensor  # int64, number of the model turn from 0, as `Completion.turn`; -1 at padding
+    off_policy: torch.Tensor  # bool, True at tokens of external traces
+    age: torch.Tensor  # int64, in training steps: 1 at tokens of the policy that began this step, 2 of the one before
+    advantage: torch.Tensor  # also (rows, 1); NaN until it is known: a loss that reads it too early is NaN
+    proximal: torch.Tensor | None = None  # float32 log-probs; None until scored
+    reference: torch.Tensor | None = None  # likewise
+    squares: torch.Tensor | None = None  # sum of p^2 over the vocabulary, where the advantages read it
+    extras: Mapping[str, Any] = field(default_factory=dict)  # what features have attached, by name (`features/`)
 
     @property
     def on_policy(self) -> torch.Tensor:
@@ -103,10 +89,7 @@ class _Size(NamedTuple):
 def micro_batches(
     trajectories: Sequence[Trajectory], groups: Sequence[Sequence[int]], token_budget: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yields the rows of each micro-batch: groups in order, packed greedily up to `token_budget` padded tokens.
-
-    A group that is larger than the budget is split.
-    """
+    """Yields the rows of each micro-batch: groups in order, large ones in parts, up to `token_budget` padded tokens."""
     rows: list[int] = []
     size = _Size()
     for group in groups:
@@ -132,9 +115,8 @@ def to_tensors(
 ) -> MicroBatch:
     """Returns the chosen trajectories as padded tensors on `device`.
 
-    Args:
-        version: completed updates at the begin of the step; with `updates_per_step` it gives the ages.
-        share_prompts: each group's prompt appears, and is computed, once.
+    version: completed updates at the begin of the step; with `updates_per_step` it gives the ages. share_prompts: each
+    group's prompt appears, and is computed, once.
     """
     chosen = [trajectories[row] for row in rows]
     keys = [t.group if share_prompts else row for t, row in zip(chosen, rows, strict=True)]

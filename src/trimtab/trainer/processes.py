@@ -81,11 +81,7 @@ class WorkerProcess:
         self.kill = weakref.finalize(self, _kill, self._connection, self.process, os.getpid())
 
     def send(self, content: Any, descriptor: int | None = None) -> None:
-        """Sends a message, with a copy of an open file if `descriptor` is given.
-
-        Raises:
-            OSError: the child has ended, or takes no more bytes.
-        """
+        """Sends a message, with a copy of an open file if given. Raises `OSError` if the child does not take it."""
         try:
             _send(self._connection, content, descriptor)
         except BaseException:
@@ -95,8 +91,7 @@ class WorkerProcess:
     def receive(self, timeout: float | None = None) -> Message | None:
         """Returns the next message; None if there was none, or only a heartbeat, within `timeout` seconds.
 
-        Raises:
-            EOFError, OSError: the child has ended, or `close` or `kill` was called.
+        Raises `EOFError` or `OSError` if the child has ended, or `close` or `kill` was called.
         """
         if not self._connection.poll(timeout):
             return None

@@ -33,15 +33,12 @@ CONTROL_TIMEOUT = timedelta(days=7)
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """The rank of this process and its collectives.
-
-    `device` is the device of its model; None: the one the model is on. `control` is the gloo process group for bytes.
-    """
+    """The rank of this process and its collectives."""
 
     rank: int = 0
     size: int = 1
-    device: torch.device | None = None
-    control: Any = None
+    device: torch.device | None = None  # of its model; None: the one the model is on
+    control: Any = None  # the gloo process group for bytes
 
     @property
     def is_leader(self) -> bool:

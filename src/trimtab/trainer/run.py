@@ -68,17 +68,14 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded.
-
-    `close` ends the processes of rewards and tools.
-    """
+    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded."""
 
     objective: Objective
     task: Task
     scorer: Scorer
     eval_tasks: Sequence[EvalTask]
     environment: BuiltEnvironment | None = None
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None  # ends the processes of rewards and tools
 
 
 def train(

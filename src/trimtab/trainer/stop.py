@@ -26,13 +26,10 @@ WAITING_MESSAGE = b"\nstopping: this step is finished and saved first; once more
 
 
 class Stop:
-    """A request to end a run, by a signal or by `request`. Each run has its own.
-
-    `signal_number` is that of the signal, None until then. `line` is written to standard error if a signal has to wait.
-    """
+    """A request to end a run, by a signal or by `request`. line: written to standard error if a signal has to wait."""
 
     def __init__(self, line: bytes = WAITING_MESSAGE) -> None:
-        self.signal_number: int | None = None
+        self.signal_number: int | None = None  # None until then
         self._line = line
         self._finishing = False
 
@@ -78,10 +75,7 @@ class IdleSteps:
         self.steps = 0
 
     def observe(self, trajectories: Sequence[Trajectory], advantages: torch.Tensor, max_tokens: int) -> str | None:
-        """Counts the step of a batch, whose advantages are (rows, 1).
-
-        Returns a message at the first of such steps and at every tenth after it, else None.
-        """
+        """Counts a step with advantages (rows, 1); returns a message at the first idle one and every tenth after it."""
         idle = not any(
             advantage != 0 and trajectory.loss_mask.any()
             for trajectory, advantage in zip(trajectories, advantages[:, 0].tolist(), strict=True)

@@ -72,8 +72,7 @@ def save(
         files: further files by name.
         later: gets the call that flushes the files to the disk and then names the checkpoint; default: it is made here.
 
-    Raises:
-        TrimtabError: the disk is full; earlier checkpoints are unchanged.
+    Raises `TrimtabError` if the disk is full; earlier checkpoints are unchanged.
     """
     folder, ranks = checkpoint_folder(root, step), current_ranks()
     sharded = {section: named for section, named in sorted(tensors.items()) if any(map(is_sharded, named.values()))}

@@ -78,15 +78,11 @@ class FusedRows(NamedTuple):
 
     It stores no scores. Attention in a row is causal; padding on the right is behind all real tokens. A prompt's
     queries are computed again in each row, so the rows are not used where prompts are much longer than responses.
-
-    tokens: the packed token at each place; 0 at padding.
-    places: where each packed token is in the flattened rows; those of a prompt are in the first of its rows.
-    on_cpu: whether a CPU uses the rows, too: responses are long, and longer than their prompts.
     """
 
-    tokens: Int[Tensor, "rows width"]
-    places: Int[Tensor, " tokens"]
-    on_cpu: bool
+    tokens: Int[Tensor, "rows width"]  # the packed token at each place; 0 at padding
+    places: Int[Tensor, " tokens"]  # of each packed token in the flattened rows; a prompt's are in its first row
+    on_cpu: bool  # whether a CPU uses the rows, too: responses are long, and longer than their prompts
 
     @classmethod
     def build(
@@ -94,9 +90,7 @@ class FusedRows(NamedTuple):
     ) -> FusedRows | None:
         """Returns the rows, or None where products of small matrices are used on every device.
 
-        Args:
-            lengths: of the responses, which follow all prompts in the packed row.
-            prompt_index: the prompt of each response.
+        lengths: of the responses, which follow all prompts in the packed row. prompt_index: the prompt of each.
         """
         longest, longest_prompt = (int(values.max()) if len(values) else 0 for values in (lengths, prompt_lengths))
         if longest * MAX_PROMPTS < max(1, longest_prompt):

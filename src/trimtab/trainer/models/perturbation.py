@@ -302,10 +302,7 @@ class PerturbedLayer:
 
 @contextmanager
 def float32_norms(modules: Iterable[nn.Module], dtype: torch.dtype, *, narrow: bool = False) -> Iterator[None]:
-    """Lets the norms among `modules` read a float32 stream in a half-precision model.
-
-    `narrow` converts their output back.
-    """
+    """Lets norms of a half-precision model read a float32 stream; `narrow` converts their output back."""
     with ExitStack() as stack:
         if dtype != stream_dtype(dtype):
             for module in filter(is_norm, modules):

@@ -47,10 +47,7 @@ def router_info(model: Any) -> RouterInfo:
 
 
 def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -> None:
-    """Raises `TrimtabError` if recorded experts (tokens, layers, chosen) do not exist in a model.
-
-    name: what has the record, for the message.
-    """
+    """Raises `TrimtabError` if experts (tokens, layers, chosen) that `name` has recorded do not exist in a model."""
     foreign = routes.size and (routes.min() < 0 or routes.max() >= routers.experts)
     if foreign or routes.shape[1:] != (routers.layers, routers.chosen):
         raise TrimtabError(
