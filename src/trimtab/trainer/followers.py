@@ -29,7 +29,7 @@ from trimtab.types import Engine
 
 
 def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
-    """Returns the leader's run directory, built by `make`, whose errors all ranks raise; others get a read-only view."""
+    """Returns the leader's run directory, built by `make`, whose errors all ranks raise; others have a view."""
     ranks = current_ranks()
     directory = ranks.run_on_all_ranks(lambda: make() if ranks.is_leader else None)
     return FollowerRunDirectory(folder) if directory is None else directory

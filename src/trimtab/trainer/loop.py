@@ -211,7 +211,7 @@ class Trainer:
         return metrics
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Returns accuracies on held-out problems, of weights in the engine's dtype that nothing quantizes or perturbs."""
+        """Returns held-out accuracies of weights in the engine's dtype, neither quantized nor perturbed."""
 
         def measure(engine: Engine) -> dict[str, float]:
             parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]
