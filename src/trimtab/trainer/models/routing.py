@@ -111,7 +111,6 @@ def record_routing(model: Any) -> Iterator[RoutingTape]:
 
     Under `replay_routing` it records what the routers would have chosen themselves, given the replayed choices of the
     previous layers. Leave the context before a backward with gradient checkpointing, which runs the layers again.
-
     Raises `TrimtabError` as `router_info` does, and for a dense model.
     """
     mixtures = _mixture_layers(model)
@@ -130,9 +129,8 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> I
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
     run outside. The routes are on the device of the model. They are not looked at, which would wait for it: see
-    `require_known_experts`.
-
-    Raises `TrimtabError` as `record_routing` does, and when a layer runs more or less than once inside.
+    `require_known_experts`. Raises `TrimtabError` as `record_routing` does, and when a layer runs more or less than
+    once inside.
     """
     mixtures = _mixture_layers(model)
     layers = [_Replay(index, mixture, routes[:, index].long()) for index, mixture in enumerate(mixtures)]

@@ -190,9 +190,9 @@ def test_models_with_adapters_replay(targets: dict[str, Any]) -> None:
     assert torch.equal(free.logp, again.logp)
     assert (score(model, batch(), routes=other(free.routes)).logp - free.logp).abs().max() > 1e-3
     again.logp.sum().backward()
-    trained = [p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name]
-    assert len(trained) == LAYERS * (4 if targets["target_modules"] else 1)
-    assert all(grad is not None and grad.abs().max() > 0 for grad in trained)
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name}
+    assert len([name for name in trained if "mlp.gate." in name]) == LAYERS
+    assert all(grad is not None and grad.abs().max() > 0 for grad in trained.values())
 
 
 def routes_of(tokens: int) -> Tensor:
