@@ -74,9 +74,6 @@ class _Size(NamedTuple):
     def tokens(self) -> int:
         return self.prompts * self.prompt + self.rows * self.response
 
-    def with_row(self, row: Trajectory) -> _Size:
-        return self._replace(rows=self.rows + 1, response=max(self.response, len(row)))
-
     def merge(self, other: _Size) -> _Size:
         return _Size(
             self.prompts + other.prompts,
@@ -161,12 +158,12 @@ def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: in
     piece: list[int] = []
     size = empty
     for row in group:
-        grown = size.with_row(trajectories[row])
-        if piece and grown.tokens > budget:
+        added = _Size(rows=1, response=len(trajectories[row]))
+        if piece and size.merge(added).tokens > budget:
             yield piece, size
-            piece, grown = [], empty.with_row(trajectories[row])
+            piece, size = [], empty
         piece.append(row)
-        size = grown
+        size = size.merge(added)
     yield piece, size
 
 
