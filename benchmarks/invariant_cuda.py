@@ -28,8 +28,7 @@ from trimtab.trainer.models import invariant
 from trimtab.trainer.models.architecture import ModelParts
 from trimtab.trainer.models.fused_head import token_scores
 from trimtab.trainer.models.invariant.kernels.attention_kernel import QuerySpans, StoredKeys, attend
-from trimtab.trainer.models.invariant.kernels.matmul_kernel import batch_invariant_matmul
-from trimtab.trainer.models.invariant.kernels.row_kernels import rms_norm, silu
+from trimtab.trainer.models.invariant.kernels.row_kernels import batch_invariant_matmul, rms_norm, silu
 from trimtab.trainer.models.load import load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Problem, Prompt, SamplingParams

@@ -30,9 +30,9 @@ from trimtab.trainer.checkpoint import snapshot, store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models.load import LoadedModel
+from trimtab.trainer.observer import Sink
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.trainer.run import train
-from trimtab.trainer.sinks import Sink
 from trimtab.types import Engine
 
 pytestmark = pytest.mark.e2e

@@ -21,9 +21,8 @@ from trimtab.trainer.engines.embedded import decoder, embedded_engine
 from trimtab.trainer.engines.embedded import invariant_decoder as rollout_invariant
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import invariant, logprobs, packed_attention
-from trimtab.trainer.models.invariant import invariant_layers
+from trimtab.trainer.models.invariant import add_exponentials
 from trimtab.trainer.models.invariant.invariant_attention import KEY_BLOCK
-from trimtab.trainer.models.invariant.invariant_layers import add_exponentials
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
@@ -217,7 +216,7 @@ def test_it_is_the_models_own_function() -> None:
 
 def test_functions_give_a_part_the_bits_of_the_whole() -> None:
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 4
-    silu = invariant_layers.InvariantSiLU()
+    silu = invariant.InvariantSiLU()
     whole = silu(numbers)
     total = add_exponentials(numbers, numbers[:, None] * torch.linspace(-1, 1, 7))
     for start, stop in ((0, 1), (3, 20), (5, 118), (900, 1000)):

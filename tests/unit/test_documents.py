@@ -17,7 +17,7 @@ from trimtab.objectives.presets import PRESETS
 from trimtab.trainer.config import load_config
 from trimtab.trainer.features import feature
 from trimtab.trainer.features.feature import Feature
-from trimtab.trainer.models.families import FAMILIES, INVARIANT, MIXTURES
+from trimtab.trainer.models.architecture import FAMILIES, INVARIANT, MIXTURES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -8,11 +8,11 @@
     updates   run, loop, learner     builds a run; its steps; the updates of a step, with batches (`batch_preparation`,
                                      `packing`), the optimizer (`optim`), optional methods (`features`), statistics
                                      (`step_statistics`) and an objective given in code (`custom_objective`)
-    files     trimtab.runs           metrics, trajectories, provenance; `checkpoint` to go on from, `sinks` for copies
+    files     trimtab.runs           metrics, trajectories, provenance; `checkpoint` to go on from
 
-Small parts of all: `chat_template` renders, `idle` ends a run without signal, `stop` one that is asked to, `guard`
-returns to an earlier checkpoint, `observer` has the events of a run, `processes` starts workers, `registry` finds tasks
-and rewards by name, `seeds` derives random seeds.
+Small parts of all: `chat_template` renders, `stop` ends a run that is asked to or has no signal, `guard` returns to an
+earlier checkpoint, `observer` has the events of a run and copies of its metrics, `processes` starts workers, `registry`
+finds tasks and rewards by name, `seeds` derives random seeds.
 
 Several ranks: `ranks` has the collectives, `followers` what ranks have in place of the leader's parts. Around runs:
 evaluation (accuracy of a model; `held_out` during training), lab (grids of experiments) and cluster (Ray actors).

@@ -34,19 +34,13 @@ from trimtab.types import Trajectory
 
 @dataclass
 class Batch:
-    """The data of one step.
-
-    Attributes:
-        advantages: (rows, 1); where each token has its own, the means over a row's trained tokens.
-        dropped: number of trajectories that were left out for proximal log-probs that are not finite.
-        seconds: duration of packing and scoring, repetitions after dropped trajectories included.
-    """
+    """The data of one step."""
 
     trajectories: list[Trajectory]
     minibatches: list[MiniBatch]
-    advantages: torch.Tensor
-    dropped: int
-    seconds: float
+    advantages: torch.Tensor  # (rows, 1); where each token has its own, the means over a row's trained tokens
+    dropped: int  # trajectories that were left out for proximal log-probs that are not finite
+    seconds: float  # of packing and scoring, repetitions after dropped trajectories included
 
     def rows(self, stats: StepStatistics, policy: str) -> list[Row]:
         """Returns rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used.
@@ -90,7 +84,10 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
         if learner.token_baseline:
             scores = _token_advantages(minibatch, rows)
         elif learner.distills:
-            scores = [_distillation_advantages(micro) for micro in minibatch]
+            scores = [
+                distillation_advantages(micro.reference, micro.proximal, micro.mask)  # pyright: ignore[reportArgumentType]
+                for micro in minibatch
+            ]
         else:
             scores = [values[list(micro.rows)].to(learner.device) for micro in minibatch]
         for index, (micro, advantage) in enumerate(zip(list(minibatch), scores, strict=True)):
@@ -113,12 +110,6 @@ def _token_advantages(minibatch: MiniBatch, rows: Sequence[Trajectory]) -> list[
     values = optimal_token_advantages(rewards, groups, torch.where(mask, logp, 0.0), squares, mask)
     parts = values.split([len(micro.rows) for micro in minibatch])
     return [part[:, : micro.mask.shape[1]] for micro, part in zip(minibatch, parts, strict=True)]
-
-
-def _distillation_advantages(micro: MicroBatch) -> torch.Tensor:
-    assert micro.reference is not None
-    assert micro.proximal is not None
-    return distillation_advantages(micro.reference, micro.proximal, micro.mask)
 
 
 def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[MiniBatch]:

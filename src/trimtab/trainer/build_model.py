@@ -27,8 +27,6 @@ from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.seeds import derive
 from trimtab.trainer.sft import laboratory_folder
 
-GENERATION = "generation_config.json"
-
 
 def build_model(config: Config) -> LoadedModel:
     """Loads the trainable model in its master dtype; a laboratory model is warm-started on first use.
@@ -88,15 +86,12 @@ def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         model.config.save_pretrained(temporary)
         if model.generation_config is not None:
             # Not save_pretrained, which refuses generation settings that some published models have.
-            model.generation_config.to_json_file(temporary / GENERATION)
+            model.generation_config.to_json_file(temporary / "generation_config.json")
         tokenizer.save_pretrained(temporary)
 
 
 def empty_model(files: Path, config: Config, *, adapters: bool = False) -> PreTrainedModel:
-    """Returns a model with the modules and buffers of `files`; every weight is to be replaced.
-
-    `adapters`: with those of `model.lora`.
-    """
+    """Returns a model of `files`, with LoRA adapters if `adapters`; every weight, but no buffer, is to be replaced."""
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(files, trust_remote_code=False),

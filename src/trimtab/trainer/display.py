@@ -130,9 +130,8 @@ class RunsDisplay:
         self._cost = {name: _cost(config) for name, config in recipes.items()}
         self._share = {name: 0.0 for name in recipes if name not in done}
         self._bar.update(self._task, total=sum(self._cost[name] for name in self._share))
-        self._print(
-            f"{len(recipes)} runs, one thread each" + (f"; {len(done)} of them finished before" if done else "")
-        )
+        finished = f"; {len(done)} of them finished before" if done else ""
+        self._print(f"{len(recipes)} runs, one thread each{finished}")
 
     def progress(self, name: str, step: int) -> None:
         self._advance(name, min(step / self._steps[name], 1.0))  # A run that discarded steps is longer.
@@ -140,10 +139,13 @@ class RunsDisplay:
     def finished(self, name: str, result: RunSummary) -> None:
         self._advance(name, 1.0)
         del self._share[name]
-        left = self._bar.tasks[0].time_remaining
+        remaining = self._bar.tasks[0].time_remaining
+        left = "" if remaining is None else f"  about {duration(remaining)} left"
         count = f"{len(self._steps) - len(self._share)}/{len(self._steps)}"
-        line = f"{count}  {name}  {_result_line(result)}  ({duration(result.seconds)})"
-        self._print(line if left is None else f"{line}  about {duration(left)} left")
+        values = (("reward", result.reward), ("held-out", result.accuracy))
+        text = ", ".join(f"{key} {value:.2f}" for key, value in values if value is not None)
+        text = text if result.status == "done" else f"{result.status}: {result.error}"
+        self._print(f"{count}  {name}  {text}  ({duration(result.seconds)}){left}")
 
     def _advance(self, name: str, share: float) -> None:
         self._bar.advance(self._task, (share - self._share[name]) * self._cost[name])
@@ -158,14 +160,6 @@ def _cost(config: Config) -> float:
     trainer = config.trainer
     # Measured with the laboratory model: an update on a response takes twice as long as sampling it.
     return trainer.steps * trainer.prompts * trainer.samples * (1 + 2 * trainer.epochs)
-
-
-def _result_line(result: RunSummary) -> str:
-    """Returns a run's status, reward and accuracy as text."""
-    if result.status != "done":
-        return f"{result.status}: {result.error}"
-    reward = [] if result.reward is None else [f"reward {result.reward:.2f}"]
-    return ", ".join([*reward, *([] if result.accuracy is None else [f"held-out {result.accuracy:.2f}"])])
 
 
 FIGURES = (
@@ -188,8 +182,7 @@ FIGURES = (
 def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
     """Returns the metrics shown of a step as pairs of name and text; absent ones are left out."""
     values = dict(metrics)
-    clips = [clip for key in CLIPS if (clip := number(metrics, key)) is not None]
-    if clips:
+    if clips := [clip for key in CLIPS if (clip := number(metrics, key)) is not None]:
         values["clipped"] = sum(clips)
     if "mismatch/k3" in metrics:  # a reinforcement learning step; without rejection rules the share is 0
         values["rejected"] = number(metrics, "reject/tokens") or 0.0
@@ -211,13 +204,11 @@ def closing_lines(summary: Mapping[str, float | str]) -> list[str]:
             before, count = (number(summary, f"eval/{task}/{name}") for name in ("before", "problems"))
             values = [after] if before is None else [before, after]
             change = " -> ".join(f"{value:.3f}" for value in values)
-            if count is None:
-                lines.append(f"held-out greedy accuracy ({task}): {change}")
-            else:
+            of, interval = task, ""
+            if count is not None:
                 intervals = " -> ".join("[{:.3f}, {:.3f}]".format(*wilson(value, count)) for value in values)
-                lines.append(
-                    f"held-out greedy accuracy ({task}, {count:.0f} problems): {change}, 95% interval {intervals}"
-                )
+                of, interval = f"{task}, {count:.0f} problems", f", 95% interval {intervals}"
+            lines.append(f"held-out greedy accuracy ({of}): {change}{interval}")
     for key, value in summary.items():
         if not (key.startswith("eval/") and key.endswith(("/before", "/after", "/problems"))):
             lines.append(f"{key}: {f'{value:.4g}' if isinstance(value, float) else value}")

@@ -37,10 +37,9 @@ def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrained
 
 
 def _load_run(run: Path, which: str) -> tuple[Config, store.LoadedCheckpoint]:
-    files = run / MODEL
     if not (run / CONFIG).is_file():
         raise TrimtabError(f"{run} holds no run ({CONFIG} is missing): check the path{neighbors(run)}")
-    if not (files / "config.json").is_file():
+    if not (run / MODEL / "config.json").is_file():
         raise TrimtabError(f"{run} has no {MODEL}/config.json: the run stopped before its first step")
     return load_config(run / CONFIG), _checkpoint(run, which)
 
@@ -82,10 +81,9 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
 def _checkpoint(run: Path, which: str) -> store.LoadedCheckpoint:
     root = run / CHECKPOINTS
     if which == "last":
-        checkpoint = store.latest(root, ["model"])
-        if checkpoint is None:
-            raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
-        return checkpoint
+        if checkpoint := store.latest(root, ["model"]):
+            return checkpoint
+        raise TrimtabError(f"{run} has no checkpoint yet: set checkpoint.every, or let the run finish")
     if which.startswith("step-"):
         saved = [folder.name for folder in list_checkpoints(root)]
         if which not in saved:

@@ -11,7 +11,8 @@ other ranks have stand-ins with the same interface, which receive the leader's d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,7 @@ from trimtab.types import Engine
 
 
 def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
-    """Returns the leader's run directory, built by `make`, and a read-only view of it on other ranks.
-
-    An error in `make` is raised on all ranks.
-    """
+    """Returns the leader's run directory, built by `make`, whose errors all ranks raise; others have a view."""
     ranks = current_ranks()
     directory = ranks.run_on_all_ranks(lambda: make() if ranks.is_leader else None)
     return FollowerRunDirectory(folder) if directory is None else directory
@@ -70,7 +68,7 @@ class SharedSource:
         if self._source is not None:
             self._source.publish(weights, version, expected)
         else:
-            _gather(weights)
+            deque(weights, maxlen=0)
         self.published = version
 
     def evaluate_with(
@@ -79,7 +77,7 @@ class SharedSource:
         """The result of `function` must be JSON: it is sent to the other ranks."""
         if self._source is None:
             if self._ranks.broadcast_bool(False):
-                _gather(weights)
+                deque(weights, maxlen=0)
             return json.loads(self._ranks.broadcast(b""))
         needed = False
 
@@ -140,9 +138,4 @@ class FollowerRunDirectory(RunDirectory):
         pass
 
     def _discard_if_unused(self) -> None:
-        pass
-
-
-def _gather(weights: Iterable[tuple[str, Tensor]]) -> None:
-    for _ in weights:
         pass

@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trimtab.errors import DivergedError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.monitor.alarms import COLLAPSED_SHARE, SHIFT_STEPS, WINDOW, History, Step
 from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign, needed_snapshots, trusted_step
 from trimtab.monitor.scalars import steps_of
@@ -33,39 +33,28 @@ LOST = "undelivered"
 """Name of the rule that sees that the sampler does not have its newest weights."""
 
 
-class Guarded(snapshot.TrainerState, Protocol):
-    """What the guard calls of a trainer, besides what checkpoints need."""
-
-    def log_restored(self, marks: Mapping[str, Any]) -> None:
-        """Evaluates the restored policy, and logs it as a step of its own."""
-        ...
-
-
 @dataclass
 class GuardState:
-    """What a checkpoint keeps of the guard.
+    """What a checkpoint keeps of the guard."""
 
-    returns: number of returns so far. decay_from: updates of the policy of the first one. discarded: steps so far that
-    do not count. lost: those that were sampled without the newest weights. marks: metrics that the next step will
-    have. failed: the sign of a step that failed, until the run returns.
-    """
-
-    returns: int = 0
-    decay_from: int | None = None
-    discarded: int = 0
-    lost: list[int] = field(default_factory=list)
-    marks: dict[str, Any] = field(default_factory=dict)
-    failed: list[Any] = field(default_factory=list)
+    returns: int = 0  # so far
+    decay_from: int | None = None  # updates of the policy of the first return
+    discarded: int = 0  # steps so far that do not count
+    lost: list[int] = field(default_factory=list)  # steps that were sampled without the newest weights
+    marks: dict[str, Any] = field(default_factory=dict)  # metrics that the next step will have
+    failed: list[Any] = field(default_factory=list)  # the sign of a step that failed, until the run returns
 
 
 class Guard:
-    """The guard of a run. All ranks call it alike; the leader, which has the metrics, decides.
+    """The guard of a run, which does nothing without `guard.on`.
 
-    task: the name of the trained task, in the keys of its held-out accuracy.
+    All ranks call it alike; the leader, which has the metrics, decides. task: the name of the trained task, in the keys
+    of its held-out accuracy.
     """
 
     def __init__(self, config: Config, task: str) -> None:
         self.config = config.guard
+        self.is_on = bool(config.guard.on)
         self._task = task
         self._sync_every = config.trainer.sync_every or 1
         self._steps = KeptSteps(self._task)
@@ -76,11 +65,13 @@ class Guard:
         """Updates between two publications of weights."""
         return max(1, self._sync_every >> self.state.returns)
 
-    def begin(self, trainer: Guarded) -> None:
+    def begin(self, trainer: snapshot.TrainerState) -> None:
         """Reads the logged steps of a resumed run, and returns if it was killed between a failed step and its return.
 
         Saves the policy of a new run before its first step. Raises `DivergedError` for a run that the guard has ended.
         """
+        if not self.is_on:
+            return
         self._steps = KeptSteps(self._task, trainer.run.metrics(), self.state.lost)
         if trainer.step == 0:
             snapshot.save(trainer, {})
@@ -91,7 +82,7 @@ class Guard:
 
     def marks(self, republished: Sequence[str] = ()) -> dict[str, Any]:
         """Returns metrics of a step: returns so far, and what was done before it; `republished`: why weights were."""
-        for text in republished:
+        for text in republished if self.is_on else ():
             self._mark(text)
         marks, self.state.marks = self.state.marks, {}
         return marks | ({RETURNS: self.state.returns} if self.state.returns else {})
@@ -101,6 +92,8 @@ class Guard:
 
         idle: number of the last steps that had no training signal, if a run without a guard would end here.
         """
+        if not self.is_on:
+            return None
         sign = None
         if current_ranks().is_leader:
             self._steps.add(metrics)
@@ -132,7 +125,7 @@ class Guard:
         if "nonfinite" in self.config.on:
             self.state.failed = [*Sign("nonfinite", "nonfinite", str(error), step)]
 
-    def return_if_failed(self, trainer: Guarded) -> bool:
+    def return_if_failed(self, trainer: snapshot.TrainerState) -> bool:
         """Returns to an earlier policy if a step failed; whether it did. Raises `DivergedError` the last time."""
         if not self.state.failed:
             return False
@@ -140,17 +133,17 @@ class Guard:
         self.raise_if_exhausted(trainer)
         return True
 
-    def needed_checkpoints(self, trainer: Guarded) -> set[int]:
+    def needed_checkpoints(self, trainer: snapshot.TrainerState) -> set[int]:
         """Returns the steps of checkpoints that must stay with that of this step; of the leader, who deletes others."""
-        return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every)
+        return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every) if self.is_on else set()
 
-    def _snapshots(self, trainer: Guarded) -> list[int]:
+    def _snapshots(self, trainer: snapshot.TrainerState) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without those of discarded steps."""
         counted = {0, *self._steps.numbers}
         saved = current_ranks().run_on_all_ranks(trainer.run.checkpoints)
         return [step for step in map(checkpoint_step, saved) if step in counted]
 
-    def act(self, trainer: Guarded, sign: Sign) -> bool:
+    def act(self, trainer: snapshot.TrainerState, sign: Sign) -> bool:
         """Publishes lost weights again, or returns to an earlier policy; whether that policy was saved as this step."""
         if sign.name == LOST:
             self._publish_again(trainer, sign)
@@ -189,7 +182,7 @@ class Guard:
         logged = self.state.marks.get(EVENT)
         self.state.marks[EVENT] = text if logged is None else f"{logged}; {text}"
 
-    def _publish_again(self, trainer: Guarded, sign: Sign) -> None:
+    def _publish_again(self, trainer: snapshot.TrainerState, sign: Sign) -> None:
         """Publishes the weights again, and drops what was sampled without them."""
         trainer.publish_now()
         _, meta, files = trainer.source.state(trainer.learner.updates)
@@ -201,7 +194,7 @@ class Guard:
             self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])
             self._steps.leave_out(lost)
 
-    def raise_if_exhausted(self, trainer: Guarded) -> None:
+    def raise_if_exhausted(self, trainer: snapshot.TrainerState) -> None:
         """Raises `DivergedError` after too many returns; the last one is saved."""
         if self.state.returns > self.config.times:
             last = checkpoint_folder(trainer.run.checkpoint_root, trainer.step)
@@ -210,11 +203,20 @@ class Guard:
                 "policy from before; choose a stricter correction or a lower optim.lr"
             )
 
-    def load(self, trainer: Guarded, saved: Mapping[str, Any]) -> None:
-        """Restores `state` in a resumed run."""
-        self.state = GuardState(**saved)
-        self._lower_rate(trainer.learner)
-        trainer.source.halve_lag(self.state.returns)
+    def saved_state(self) -> dict[str, Any]:
+        return asdict(self.state) if self.is_on else {}
+
+    def load(self, trainer: snapshot.TrainerState, saved: Mapping[str, Any]) -> None:
+        """Restores `state` in a resumed run. Raises `TrimtabError` where that needs a guard, and there is none."""
+        if self.is_on:
+            self.state = GuardState(**saved)
+            self._lower_rate(trainer.learner)
+            trainer.source.halve_lag(self.state.returns)
+        elif saved.get("returns"):
+            raise TrimtabError(
+                f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "
+                "number of steps: resume it with guard.on"
+            )
 
 
 class KeptSteps:

@@ -17,17 +17,14 @@ from trimtab.types import Engine, Problem, SamplingParams, Task
 
 @dataclass(frozen=True)
 class EvalTask:
-    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none).
-
-    `skip` problems of the test split are left out before them. `episodes` runs responses of several turns.
-    """
+    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none)."""
 
     task: Task
     scorer: Scorer
     problems: int
     samples: int
-    skip: int = 0
-    episodes: EpisodeRunner | None = None
+    skip: int = 0  # problems of the test split that are left out before them
+    episodes: EpisodeRunner | None = None  # runs responses of several turns
 
     @property
     def metrics(self) -> list[str]:
@@ -108,10 +105,8 @@ def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> Samplin
 def eval_tasks(config: Config, task: Task, scorer: Scorer, others: Sequence[Task]) -> list[EvalTask]:
     """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes."""
     section = config.eval
-    return [
-        EvalTask(task, scorer, section.problems, section.samples, section.skip),
-        *(
-            EvalTask(built, rewards.build([], built), other.problems or section.problems, other.samples)
-            for built, other in zip(others, section.task, strict=True)
-        ),
-    ]
+    evaluated = [EvalTask(task, scorer, section.problems, section.samples, section.skip)]
+    for built, other in zip(others, section.task, strict=True):
+        count = other.problems or section.problems
+        evaluated.append(EvalTask(built, rewards.build([], built), count, other.samples))
+    return evaluated

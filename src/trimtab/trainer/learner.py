@@ -38,12 +38,7 @@ from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gat
 
 @dataclass
 class Learner:
-    """The trained model with its objective and optimizer.
-
-    `updates` counts completed optimizer updates. `micro_batch_tokens` is the token budget of a micro-batch, None until
-    the first batch, whose lengths "auto" reads. `lr_factor` multiplies the learning rate of the schedule, which falls
-    linearly to 0 besides, from update `decay_from` to the end of the run.
-    """
+    """The trained model with its objective and optimizer."""
 
     config: Config
     model: nn.Module
@@ -52,11 +47,11 @@ class Learner:
     total_updates: int
     reference: nn.Module | None = None
     features: Sequence[Feature] = ()
-    updates: int = 0
+    updates: int = 0  # completed optimizer updates
     bad_in_a_row: int = 0
-    micro_batch_tokens: int | None = None
-    lr_factor: float = 1.0
-    decay_from: int | None = None
+    micro_batch_tokens: int | None = None  # of a micro-batch; None until the first batch, whose lengths "auto" reads
+    lr_factor: float = 1.0  # multiplies the learning rate of the schedule
+    decay_from: int | None = None  # the update from which it falls linearly to 0 besides, at the end of the run
     ranks: RankGroup = field(default_factory=current_ranks)
 
     @property
@@ -107,33 +102,27 @@ class Learner:
         return [self._score_batch(batch, models) for batch in batches] if models else [list(batch) for batch in batches]
 
     def _score_batch(self, batch: MiniBatch, models: Mapping[Purpose, nn.Module]) -> MiniBatch:
-        """`batch` with the log-probs of `models`. Each micro-batch is scored by one rank and sent to all."""
+        """Returns `batch` with the log-probs of `models`. Each micro-batch is scored by one rank and sent to all."""
         assigned = dict(assigned_micro_batches(batch, self.ranks))
         logps: dict[int, dict[str, torch.Tensor]] = {index: {} for index in assigned}
         for name, model in models.items():
-            for one in self._passes(batch, name):
+            features = self.features if name == "proximal" else ()
+            passes = [one for feature in features for one in feature.proximal_passes(batch, self.updates)]
+            for one in passes or [ProximalPass()]:
                 with one.weights:
                     for index, micro in assigned.items():
                         assigned[index] = self._run_pass(model, ForwardPass(micro, name), one, logps[index])
         # With extras of this rank's micro-batches only: it trains on those that it scores.
         scored = [assigned.get(index, micro) for index, micro in enumerate(batch)]
         if self.ranks.size > 1:
-            local_logps = {
-                f"{index}|{name}": logp for index, by_name in logps.items() for name, logp in by_name.items()
-            }
-            names = [*models, *(["squares"] if self.token_baseline else [])]
-            gathered = all_gather_tensors({key: logp for key, logp in local_logps.items() if len(logp)}, self.ranks)
-            logps = {
-                index: {name: gathered[f"{index}|{name}"].to(self.device) for name in names}
-                for index in range(len(batch))
-            }
+            own = {f"{index}|{name}": logp for index, named in logps.items() for name, logp in named.items()}
+            logps = {index: {} for index in range(len(batch))}
+            for key, logp in all_gather_tensors(
+                {key: logp for key, logp in own.items() if len(logp)}, self.ranks
+            ).items():
+                index, _, name = key.partition("|")
+                logps[int(index)][name] = logp.to(self.device)
         return [micro.with_scores(**logps[index]) for index, micro in enumerate(scored)]
-
-    def _passes(self, batch: MiniBatch, name: Purpose) -> Sequence[ProximalPass]:
-        """Returns the passes over `batch` that score the policy `name`."""
-        features = self.features if name == "proximal" else ()
-        passes = [one for feature in features for one in feature.proximal_passes(batch, self.updates)]
-        return passes or [ProximalPass()]
 
     def _run_pass(
         self, model: nn.Module, call: ForwardPass, one: ProximalPass, logps: dict[str, torch.Tensor]
@@ -142,8 +131,7 @@ class Learner:
         tokens = one.tokens(call.micro) if one.tokens is not None and call.micro.rows else None
         if tokens is not None and self.ranks.size == 1 and not tokens.any():
             return call.micro  # several ranks must run the same number of forwards
-        squares = self.token_baseline and call.purpose == "proximal"
-        scores, micro = self._score(model, call, squares=squares)
+        scores, micro = self._score(model, call, squares=self.token_baseline and call.purpose == "proximal")
         for name, values in ((call.purpose, scores.logp), ("squares", scores.squares)):
             if values is not None:
                 if tokens is not None and name in logps:
@@ -161,13 +149,9 @@ class Learner:
     ) -> StepStatistics:
         """Trains on one batch: `trainer.epochs` epochs, one optimizer update for each mini-batch.
 
-        Args:
-            batches: the mini-batches, with advantages and the log-probs of the fixed policies.
-            on_progress: called after each update with the number of updates done and their total.
-            step: the number of the step, from 1.
-
-        Raises:
-            NonFiniteUpdateError: `trainer.max_bad_steps` updates in a row were not finite, or weights are not.
+        batches: the mini-batches, with advantages and the log-probs of the fixed policies. on_progress: called after
+        each update with the number of updates done and their total. step: the number of the step, from 1. Raises
+        `NonFiniteUpdateError` if `trainer.max_bad_steps` updates in a row were not finite, or weights are not.
         """
         for feature in self.features:
             feature.before_updates(self, batches, step)
@@ -189,13 +173,10 @@ class Learner:
         return stats
 
     def _one_update(self, batch: MiniBatch, stats: StepStatistics, version: int, *, first: bool, measure: bool) -> None:
-        """One optimizer update on the mini-batch `batch`.
+        """One optimizer update on the mini-batch `batch`. version: number of updates when the batch was taken.
 
-        Args:
-            version: number of updates when the batch was taken.
-            first: whether this is the first epoch.
-            measure: whether the log-probs still measure the mismatch between sampler and trainer, and not the effect
-                of earlier updates.
+        first: whether this is the first epoch. measure: whether the log-probs still measure the mismatch between
+        sampler and trainer, and not the effect of earlier updates.
         """
         assigned = list(assigned_micro_batches(batch, self.ranks))
         stats.slots += len(assigned) * self.ranks.size
@@ -227,10 +208,7 @@ class Learner:
         self._guarded_step(loss_sum, stats)
 
     def _guarded_step(self, loss_sum: torch.Tensor, stats: StepStatistics) -> None:
-        """Steps the optimizer, or skips the update if the loss or a gradient is not finite.
-
-        Raises `NonFiniteUpdateError` after `trainer.max_bad_steps` skipped updates in a row.
-        """
+        """Steps the optimizer, or skips the update if the loss or a gradient is not finite."""
         # Group 0 holds the policy. Modules of features have separate groups, outside of clipping and of the check
         # for finite weights: their gradients must not scale the policy's, and they may hold infinite values.
         policy, *others = (group["params"] for group in self.optimizer.param_groups)
@@ -279,10 +257,9 @@ class Learner:
         return state.all_reduce() if state is not None and self.ranks.size > 1 else state
 
     def _logps(self, micro: MicroBatch, scores: TokenScores | None) -> PolicyLogps:
-        current = scores.logp if scores is not None else None
-        proximal = micro.proximal
-        head = None if scores is None else scores.head
-        if proximal is None and current is not None and "proximal" in self.objective.needs:
+        current, entropy, head = (None, None, None) if scores is None else (scores.logp, scores.entropy, scores.head)
+        proximal, needs = micro.proximal, self.objective.needs
+        if proximal is None and current is not None and "proximal" in needs:
             proximal = current.detach()
         return PolicyLogps(
             current=current,
@@ -290,10 +267,8 @@ class Learner:
             mask=micro.mask,
             proximal=proximal,
             reference=micro.reference,
-            entropy=scores.entropy if scores is not None else None,
-            off_policy=micro.off_policy if "off_policy" in self.objective.needs else None,
-            turn=micro.turn if "turn" in self.objective.needs else None,
-            age=micro.age if "age" in self.objective.needs else None,
+            entropy=entropy,
+            **{name: getattr(micro, name) for name in ("off_policy", "turn", "age") if name in needs},
             head_current=head,
             head_behavior=micro.extras.get("head_behavior", head),  # an empty micro-batch has no sampler
         )

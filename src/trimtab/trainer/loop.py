@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from trimtab.errors import DivergedError, Stopped, TrimtabError
+from trimtab.errors import DivergedError, Stopped
 from trimtab.runs import trajectories
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import step_statistics
@@ -37,42 +37,36 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
-from trimtab.trainer.idle import IdleSteps
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.lora import named_weights
-from trimtab.trainer.observer import Moment, Observer
+from trimtab.trainer.observer import Moment, Observer, Sink
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
-from trimtab.trainer.sinks import Sink
 from trimtab.trainer.step_statistics import StepStatistics
-from trimtab.trainer.stop import Stop
+from trimtab.trainer.stop import IdleSteps, Stop
+from trimtab.types import Engine
 
 
 @dataclass
 class Trainer:
-    """The state of one run and its training loop.
-
-    `step` counts finished steps, `learner.updates` optimizer updates. `seconds` holds the duration of each phase of the
-    current step; `held_out` begins with the problems of the run's own task; `initial_metrics` were measured before the
-    first step and are logged with it. `guard` is that of a recipe with `[guard]`.
-    """
+    """The state of one run and its training loop."""
 
     config: Config
     source: RolloutSource
     learner: Learner
     run: RunDirectory
     observer: Observer
-    held_out: Sequence[HeldOut] = ()
+    guard: Guard
+    held_out: Sequence[HeldOut] = ()  # the problems of the run's own task come first
     sinks: Sequence[Sink] = ()
-    guard: Guard | None = None
     stop: Stop = field(default_factory=Stop)
     idle: IdleSteps = field(default_factory=IdleSteps)
-    initial_metrics: dict[str, float] = field(default_factory=dict)
-    step: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    initial_metrics: dict[str, float] = field(default_factory=dict)  # measured before the first step, logged with it
+    step: int = 0  # finished steps; `learner.updates` counts optimizer updates
+    seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the current step
 
     @property
     def collector(self) -> Collector:
@@ -81,7 +75,7 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Number of the last step: as many as the recipe's, besides those that the guard discarded."""
-        return self.config.trainer.steps + (0 if self.guard is None else self.guard.state.discarded)
+        return self.config.trainer.steps + self.guard.state.discarded
 
     def train(self) -> dict[str, Any]:
         """Trains to the last step and returns its metrics.
@@ -99,8 +93,7 @@ class Trainer:
                 self.initial_metrics[key] = value
                 if key.endswith("/greedy"):
                     self.initial_metrics[f"{key.removesuffix('/greedy')}/before"] = value
-        if self.guard is not None:
-            self.guard.begin(self)
+        self.guard.begin(self)
         with self.stop.finishing():
             while self.step < self.steps:
                 self._stop_if_requested()
@@ -108,7 +101,6 @@ class Trainer:
         return metrics
 
     def _train_step(self) -> dict[str, Any]:
-        """Runs one iteration and returns its metrics."""
         # 1. take
         start, version, steps = time.perf_counter(), self.learner.updates, self.steps
         self.observer.phase("collect", self.step, steps)
@@ -117,9 +109,9 @@ class Trainer:
         try:
             batch, stats = self._prepare_and_update(groups)
         except DivergedError:
-            if self.guard is None or not self.guard.return_if_failed(self):
-                raise
-            return {}
+            if self.guard.return_if_failed(self):
+                return {}
+            raise
         # 4. publish
         self._publish()
         self.step += 1
@@ -129,17 +121,17 @@ class Trainer:
         metrics |= self.initial_metrics if self.step == 1 else {}
         idle_message = self._observe_idle(batch)
         # 6. evaluate
-        evaluated: dict[str, float] = {}
-        if self._is_due(self.config.eval.every):
-            evaluated = self._evaluate("after" if self.step == steps else self.step)
+        evaluate = self._is_due(self.config.eval.every)
+        evaluated = self._evaluate("after" if self.step == steps else self.step) if evaluate else {}
         metrics |= evaluated
         # 7. write, 8. guard
         self._write(batch, stats, metrics, evaluated)
         for message in (*rollout.messages(), *idle_message):
             self.observer.message(message)
-        if self.guard is not None:
-            self.guard.raise_if_exhausted(self)
-        self._stop_if_idle(batch)
+        self.guard.raise_if_exhausted(self)
+        if self._is_idle_too_long():
+            snapshot.save_if_unsaved(self)
+            raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
         return metrics
 
     def _prepare_and_update(self, groups: Sequence[Group]) -> tuple[Batch, StepStatistics]:
@@ -169,8 +161,7 @@ class Trainer:
             on_progress = partial(self.observer.phase, "update")
             return self.learner.update(batch.minibatches, on_progress, step=self.step + 1)
         except NonFiniteUpdateError as error:
-            if self.guard is not None:
-                self.guard.step_failed(error, self.step)
+            self.guard.step_failed(error, self.step)
             if error.weights_are_good:
                 snapshot.save_if_unsaved(self)
             saved = self.run.checkpoints()
@@ -182,8 +173,7 @@ class Trainer:
     def _publish(self, *, force: bool = False) -> None:
         """Publishes the weights if `trainer.sync_every` updates have passed since the last publication."""
         start = time.perf_counter()
-        every = (self.config.trainer.sync_every or 1) if self.guard is None else self.guard.sync_every
-        if force or self.learner.updates - self.source.published >= every:
+        if force or self.learner.updates - self.source.published >= self.guard.sync_every:
             self.publish_now()
         self.seconds["publish"] = time.perf_counter() - start
 
@@ -196,8 +186,8 @@ class Trainer:
 
     def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
         """Returns the metrics of a step that runs/metrics.toml lists. `version`: updates before the step."""
-        self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
         self.seconds["proximal"] = batch.seconds
+        self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
         metrics: dict[str, Any] = {
             "step": self.step,
             "updates": self.learner.updates,
@@ -214,29 +204,21 @@ class Trainer:
         }
         if replaced := self.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
-        if self.guard is not None:
-            metrics |= self.guard.marks(rollout.republished)
+        metrics |= self.guard.marks(rollout.republished)
         record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
-        of_features: dict[str, Any] = {}
         for feature in self.learner.features:
-            of_features |= feature.end_step(record)
-        return metrics | of_features
+            metrics |= feature.end_step(record)
+        return metrics
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Returns accuracies on held-out problems, with weights in the engine's dtype, neither quantized nor perturbed.
+        """Returns held-out accuracies of weights in the engine's dtype, neither quantized nor perturbed."""
 
-        The sampler's own weights are restored afterwards.
-        """
-        measured = self.source.evaluate_with(
-            named_weights(self.learner.model),
-            self.learner.updates,
-            lambda engine: {
-                key: value
-                for held_out in self.held_out
-                for key, value in held_out.measure(engine, self.collector).items()
-            },
-            weights_altered=self.config.engine.changes_weights,
-        )
+        def measure(engine: Engine) -> dict[str, float]:
+            parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]
+            return {key: value for part in parts for key, value in part.items()}
+
+        weights, altered = named_weights(self.learner.model), self.config.engine.changes_weights
+        measured = self.source.evaluate_with(weights, self.learner.updates, measure, weights_altered=altered)
         for held_out in self.held_out:
             self.observer.evaluated(held_out.evaluated.task.name, moment, measured[held_out.evaluated.metrics[0]])
         return measured
@@ -252,9 +234,8 @@ class Trainer:
             trajectories.write(self.run.trajectory_file(self.step), rows, self.step)
         self.run.log(metrics)
         idle = self.idle.steps if self._is_idle_too_long() else 0
-        sign = None if self.guard is None else self.guard.judge(metrics, idle)
-        returned = self.guard is not None and sign is not None and self.guard.act(self, sign)
-        if not returned:
+        sign = self.guard.judge(metrics, idle)
+        if sign is None or not self.guard.act(self, sign):
             self._save_if_due(evaluated)
         for sink in self.sinks:
             sink.log(metrics["step"], metrics)
@@ -264,7 +245,7 @@ class Trainer:
         """Saves a checkpoint if one is due; training goes on before one that only the guard needs is on the disk."""
         if self._is_due(self.config.checkpoint.every) or snapshot.has_improved(self, evaluated):
             snapshot.save(self, evaluated)
-        elif self.guard is not None and self.step % self.config.guard.every == 0:
+        elif self.guard.is_on and self.step % self.config.guard.every == 0:
             snapshot.save(self, evaluated, wait=False)
 
     def log_restored(self, marks: Mapping[str, Any]) -> None:
@@ -275,20 +256,14 @@ class Trainer:
         snapshot.save(self, {})
 
     def guard_state(self) -> Mapping[str, Any]:
-        return {} if self.guard is None else asdict(self.guard.state)
+        return self.guard.saved_state()
 
     def load_guard_state(self, saved: Mapping[str, Any]) -> None:
-        if self.guard is not None:
-            self.guard.load(self, saved)
-        elif saved.get("returns"):
-            raise TrimtabError(
-                f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "
-                "number of steps: resume it with guard.on"
-            )
+        self.guard.load(self, saved)
 
     def needed_checkpoints(self) -> set[int]:
         """Returns the steps of checkpoints that the guard may return to."""
-        return set() if self.guard is None else self.guard.needed_checkpoints(self)
+        return self.guard.needed_checkpoints(self)
 
     def _stop_if_requested(self) -> None:
         """Saves a checkpoint and raises `Stopped` if any rank was asked to end the run. Called between two steps."""
@@ -299,12 +274,6 @@ class Trainer:
             snapshot.save_if_unsaved(self)
             self.observer.message(f"stopped after step {self.step}, which is saved")
         raise Stopped(signal_number)
-
-    def _stop_if_idle(self, batch: Batch) -> None:
-        """Saves a checkpoint and raises `TrimtabError` after `trainer.max_idle_steps` steps without training signal."""
-        if self._is_idle_too_long():
-            snapshot.save_if_unsaved(self)
-            raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
 
     def _is_idle_too_long(self) -> bool:
         limit = self.config.trainer.max_idle_steps

@@ -55,11 +55,8 @@ def micro_batch_tokens(
     """Returns the value of `trainer.micro_batch_tokens`, or for "auto" the largest of `SIZES` that fits free memory.
 
     Call it when the weights are on the device, before the first update: gradients and the optimizer's state are
-    counted as still to come.
-
-    Args:
-        prompt, response: tokens of the longest prompt and of the longest response that are expected.
-        update: tokens of an update; with several ranks a micro-batch is at most a rank's share of them.
+    counted as still to come. prompt, response: tokens of the longest prompt and of the longest response that are
+    expected. update: tokens of an update; with several ranks a micro-batch is at most a rank's share of them.
     """
     chosen = config.trainer.micro_batch_tokens
     if chosen != "auto":
@@ -71,18 +68,12 @@ def micro_batch_tokens(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     state = 0 if config.sharding.offload else 3 * trained * master / ranks
     most = max(SIZES[0], update // ranks) if ranks > 1 else SIZES[-1]
+    compute = 2 if config.model.autocast == "bfloat16" else master
+    numbers = {"master": master, "compute": compute, "recompute": config.model.gradient_checkpointing}
     for tokens in [size for size in reversed(SIZES) if size <= most]:
-        rows = max(1, tokens // (prompt + response))
+        rows, most_run = max(1, tokens // (prompt + response)), max(tokens, prompt + response)
         rank = Rank(
-            ranks=ranks,
-            tokens=max(tokens, prompt + response),
-            scored=rows * response,
-            rows=rows,
-            prompt=prompt,
-            response=response,
-            master=master,
-            compute=2 if config.model.autocast == "bfloat16" else master,
-            recompute=config.model.gradient_checkpointing,
+            ranks=ranks, tokens=most_run, scored=rows * response, rows=rows, prompt=prompt, response=response, **numbers
         )
         terms = rank_memory(shape, rank)
         if state + sum(terms[name] for name in ("copies", "kept", "layer", "attention", "head")) <= available:
@@ -92,24 +83,19 @@ def micro_batch_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a decoder: gated feed-forward network, grouped-query attention, RMS norms.
-
-    queries, keys: channels of all query heads and of all key heads; the values have as many as the keys. inner: width
-    of a feed-forward network, in a mixture of all experts that see a token. layer: parameters of one layer. parameters:
-    those of the whole model. qk_norm: whether queries and keys are normalized. tied: whether the head is the embedding.
-    """
+    """The sizes of a decoder: gated feed-forward network, grouped-query attention, RMS norms."""
 
     layers: int
     hidden: int
     heads: int
-    queries: int
-    keys: int
-    inner: int
+    queries: int  # channels of all query heads
+    keys: int  # channels of all key heads; the values have as many
+    inner: int  # width of a feed-forward network, in a mixture of all experts that see a token
     vocabulary: int
-    layer: int
-    parameters: int
-    tied: bool
-    qk_norm: bool = False
+    layer: int  # parameters of one layer
+    parameters: int  # those of the whole model
+    tied: bool  # whether the head is the embedding
+    qk_norm: bool = False  # whether queries and keys are normalized
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
@@ -143,25 +129,19 @@ def _parameters(module: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The sharding and the micro-batch of one training process.
-
-    tokens: tokens run through the layers. scored: response tokens, run through the head. prompt, response: lengths of
-    the longest row. rows: responses in the micro-batch. master: bytes per value of weights, gradients and optimizer
-    state. compute: bytes per value in products. recompute: gradient checkpointing. offload: optimizer in CPU memory.
-    cpu: whether it computes on a CPU, in smaller blocks.
-    """
+    """The sharding and the micro-batch of one training process."""
 
     ranks: int
-    tokens: int
-    scored: int
-    rows: int
-    prompt: int
-    response: int
-    master: int = 4
-    compute: int = 2
-    recompute: bool = False
-    offload: bool = False
-    cpu: bool = False
+    tokens: int  # run through the layers
+    scored: int  # response tokens, run through the head
+    rows: int  # responses in the micro-batch
+    prompt: int  # length of the longest one
+    response: int  # length of the longest one
+    master: int = 4  # bytes per value of weights, gradients and optimizer state
+    compute: int = 2  # bytes per value in products
+    recompute: bool = False  # gradient checkpointing
+    offload: bool = False  # optimizer in CPU memory
+    cpu: bool = False  # whether it computes on a CPU, in smaller blocks
 
     @property
     def row_tokens(self) -> int:

@@ -1,12 +1,22 @@
-"""Progress callbacks of a run. Training imports no display."""
+"""Who hears of the progress of a run: observers, and optional copies of metrics.jsonl (TensorBoard, Weights & Biases).
+
+Training imports no display.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import secrets
+import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from trimtab.trainer.config import Config
+from trimtab.errors import TrimtabError, first_line
+from trimtab.plugins import require_extra
+from trimtab.runs import atomic
+from trimtab.runs.layout import CONFIG, TENSORBOARD, WANDB_ID
+from trimtab.trainer.config import Config, LogConfig
 
 Moment = Literal["before", "after"] | int
 
@@ -35,3 +45,61 @@ class Observer(Protocol):
 
 class NullObserver(Observer):
     """An observer that does nothing."""
+
+
+class Sink(NamedTuple):
+    """Receives the metrics of every step. `close` is called once, also after a failure."""
+
+    log: Callable[[int, Mapping[str, Any]], None]
+    close: Callable[[], object]
+
+
+def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]:
+    """Opens the sinks of `[log]`. Raises `TrimtabError` with the pip command if a package is missing."""
+    sinks: list[Sink] = []
+    with contextlib.ExitStack() as opened:
+        if log.tensorboard:
+            sinks.append(_tensorboard(run_dir, first_step))
+            opened.callback(sinks[0].close)
+        if log.wandb:
+            sinks.append(_wandb(log.wandb, run_dir))
+        opened.pop_all()
+    return sinks
+
+
+def _tensorboard(run_dir: Path, first_step: int) -> Sink:
+    """Event files below `run_dir`; events of an interrupted run from `first_step` on are hidden."""
+    require_extra("tensorboard", "log.tensorboard", "or turn it off")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer, written_texts = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=first_step), dict[str, str]()
+
+    def log(step: int, metrics: Mapping[str, Any]) -> None:
+        """Numbers become curves (NaN included); a string is written when it changes."""
+        for key, value in metrics.items():
+            if isinstance(value, str):
+                if written_texts.get(key) != value:
+                    writer.add_text(key, value, step)
+                    written_texts[key] = value
+            elif value is not None and key != "step":
+                writer.add_scalar(key, float(value), step)
+        writer.flush()
+
+    return Sink(log, writer.close)
+
+
+def _wandb(project: str, run_dir: Path) -> Sink:
+    """The run has the name of the run directory, where `wandb-id` holds its id: a resumed run continues its curves."""
+    require_extra("wandb", "log.wandb", "or remove log.wandb")
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    id_file = run_dir / WANDB_ID
+    if not id_file.exists():
+        atomic.write_text(id_file, secrets.token_hex(4))
+    name, run_id, folder = run_dir.name, id_file.read_text(encoding="utf-8"), str(run_dir)
+    recipe = tomllib.loads((run_dir / CONFIG).read_text(encoding="utf-8"))
+    try:
+        run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=folder, config=recipe)
+    except wandb.errors.Error as error:
+        raise TrimtabError(f"log.wandb: {first_line(error)}; run `wandb login`, or set WANDB_MODE=offline") from None
+    return Sink(lambda step, metrics: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step), run.finish)

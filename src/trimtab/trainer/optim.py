@@ -14,8 +14,6 @@ from trimtab.trainer.config import OptimConfig
 from trimtab.trainer.models.sharding import local_shard
 from trimtab.trainer.ranks import RankGroup
 
-ADVICE = "lower optim.lr or choose a stricter correction"
-
 
 class NonFiniteUpdateError(DivergedError):
     """Loss, gradient or weights are not finite, and training cannot continue.
@@ -23,16 +21,14 @@ class NonFiniteUpdateError(DivergedError):
     `weights_are_good`: all bad updates were skipped, so the weights can still be saved. `advice`: what to change.
     """
 
-    def __init__(self, message: str, *, weights_are_good: bool, advice: str = ADVICE) -> None:
+    def __init__(self, message: str, *, weights_are_good: bool, advice: str = "") -> None:
         super().__init__(message)
         self.weights_are_good = weights_are_good
-        self.advice = advice
+        self.advice = advice or "lower optim.lr or choose a stricter correction"
 
 
 def build_optimizer(
-    parameters: Iterable[torch.nn.Parameter],
-    config: OptimConfig,
-    modules: Iterable[tuple[torch.nn.Module, float]] = (),
+    parameters: Iterable[torch.nn.Parameter], config: OptimConfig, modules: Iterable[tuple[torch.nn.Module, float]] = ()
 ) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU).
 
@@ -42,12 +38,7 @@ def build_optimizer(
     groups: list[dict[str, Any]] = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
     groups += [{"params": list(module.parameters()), "lr": lr, "weight_decay": 0.0} for module, lr in modules]
     return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
     )
 
 

@@ -11,7 +11,7 @@ share of the micro-batches (`assigned_micro_batches`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,34 +26,20 @@ from trimtab.types import Trajectory
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some rows of a batch as tensors.
+    """Some rows of a batch as tensors, of shape (rows, time) if nothing else is said."""
 
-    Attributes:
-        rows: positions in the batch's list of trajectories.
-        tokens: prompts and responses, padded.
-        mask: (rows, time) bool, True at trained tokens.
-        behavior: (rows, time) float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations.
-        turn: (rows, time) int64, number of the model turn from 0, as `Completion.turn`; -1 at padding.
-        off_policy: (rows, time) bool, True at tokens of external traces.
-        age: (rows, time) int64, in training steps: 1 at tokens of the policy that began this step, 2 of the one before.
-        advantage: (rows, 1) or (rows, time); NaN until it is known, so that a loss that reads it too early is NaN.
-        proximal, reference: (rows, time) float32 log-probs; None until scored.
-        squares: (rows, time) sum of p^2 over the vocabulary, where the advantages read it.
-        extras: what features have attached, by name (`features/`).
-    """
-
-    rows: tuple[int, ...]
-    tokens: TokenBatch
-    mask: torch.Tensor
-    behavior: torch.Tensor
-    turn: torch.Tensor
-    off_policy: torch.Tensor
-    age: torch.Tensor
-    advantage: torch.Tensor
-    proximal: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    squares: torch.Tensor | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...]  # positions in the batch's list of trajectories
+    tokens: TokenBatch  # prompts and responses, padded
+    mask: torch.Tensor  # bool, True at trained tokens
+    behavior: torch.Tensor  # float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations
+    turn: torch.Tensor  # int64, number of the model turn from 0, as `Completion.turn`; -1 at padding
+    off_policy: torch.Tensor  # bool, True at tokens of external traces
+    age: torch.Tensor  # int64, in training steps: 1 at tokens of the policy that began this step, 2 of the one before
+    advantage: torch.Tensor  # also (rows, 1); NaN until it is known: a loss that reads it too early is NaN
+    proximal: torch.Tensor | None = None  # float32 log-probs; None until scored
+    reference: torch.Tensor | None = None  # likewise
+    squares: torch.Tensor | None = None  # sum of p^2 over the vocabulary, where the advantages read it
+    extras: Mapping[str, Any] = field(default_factory=dict)  # what features have attached, by name (`features/`)
 
     @property
     def on_policy(self) -> torch.Tensor:
@@ -88,9 +74,6 @@ class _Size(NamedTuple):
     def tokens(self) -> int:
         return self.prompts * self.prompt + self.rows * self.response
 
-    def with_row(self, row: Trajectory) -> _Size:
-        return self._replace(rows=self.rows + 1, response=max(self.response, len(row)))
-
     def merge(self, other: _Size) -> _Size:
         return _Size(
             self.prompts + other.prompts,
@@ -103,10 +86,7 @@ class _Size(NamedTuple):
 def micro_batches(
     trajectories: Sequence[Trajectory], groups: Sequence[Sequence[int]], token_budget: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yields the rows of each micro-batch: groups in order, packed greedily up to `token_budget` padded tokens.
-
-    A group that is larger than the budget is split.
-    """
+    """Yields the rows of each micro-batch: groups in order, large ones in parts, up to `token_budget` padded tokens."""
     rows: list[int] = []
     size = _Size()
     for group in groups:
@@ -132,9 +112,8 @@ def to_tensors(
 ) -> MicroBatch:
     """Returns the chosen trajectories as padded tensors on `device`.
 
-    Args:
-        version: completed updates at the begin of the step; with `updates_per_step` it gives the ages.
-        share_prompts: each group's prompt appears, and is computed, once.
+    version: completed updates at the begin of the step; with `updates_per_step` it gives the ages. share_prompts: each
+    group's prompt appears, and is computed, once.
     """
     chosen = [trajectories[row] for row in rows]
     keys = [t.group if share_prompts else row for t, row in zip(chosen, rows, strict=True)]
@@ -179,12 +158,12 @@ def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: in
     piece: list[int] = []
     size = empty
     for row in group:
-        grown = size.with_row(trajectories[row])
-        if piece and grown.tokens > budget:
+        added = _Size(rows=1, response=len(trajectories[row]))
+        if piece and size.merge(added).tokens > budget:
             yield piece, size
-            piece, grown = [], empty.with_row(trajectories[row])
+            piece, size = [], empty
         piece.append(row)
-        size = grown
+        size = size.merge(added)
     yield piece, size
 
 
@@ -228,25 +207,9 @@ def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: RankGroup) -> Ite
 
 def empty_micro_batch(like: MicroBatch) -> MicroBatch:
     """A micro-batch without rows but with one token to run: sharded ranks must run forward and backward together."""
-    tokens, mask = like.tokens, like.mask
-    one = torch.ones(1, 1, dtype=torch.bool, device=mask.device)
-    no_mask = mask.new_zeros(0, 1)
-    no_values = torch.zeros(0, 1, device=mask.device)
-    return MicroBatch(
-        rows=(),
-        tokens=TokenBatch(
-            prompt_ids=tokens.prompt_ids[:1, -1:],
-            prompt_mask=one,
-            response_ids=tokens.prompt_ids[:1, -1:],
-            response_mask=one,
-            prompt_index=tokens.prompt_index.new_zeros(1),
-        ),
-        mask=no_mask,
-        behavior=no_values,
-        turn=tokens.prompt_index.new_zeros(0, 1),
-        off_policy=no_mask,
-        age=tokens.prompt_index.new_ones(0, 1),
-        advantage=no_values,
-        proximal=None if like.proximal is None else no_values,
-        reference=None if like.reference is None else no_values,
-    )
+    tokens = like.tokens
+    one_id, real = tokens.prompt_ids[:1, -1:], torch.ones(1, 1, dtype=torch.bool, device=like.mask.device)
+    one = TokenBatch(one_id, real, one_id, real, tokens.prompt_index.new_zeros(1))
+    values = ((item.name, getattr(like, item.name)) for item in fields(like))
+    empty: dict[str, Any] = {name: value[:0, :1] for name, value in values if isinstance(value, torch.Tensor)}
+    return MicroBatch(rows=(), tokens=one, **empty)

@@ -29,7 +29,6 @@ OUTPUT_TAIL_BYTES = 4096  # of the child's output that are searched for the last
 # vLLM) would otherwise join the trainer's ranks and wait for their store.
 TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME"}
 TORCHRUN_VARIABLES |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
-TORCHRUN_PREFIX = "TORCHELASTIC_"
 
 
 class Message(NamedTuple):
@@ -67,7 +66,7 @@ class WorkerProcess:
             self._output = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._output)
         output = 2 if show_output else self._output
-        own = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES and not k.startswith(TORCHRUN_PREFIX)}
+        own = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES and not k.startswith("TORCHELASTIC_")}
         with child_end:
             self.process = subprocess.Popen(
                 # -P: a module in the working directory must not shadow an installed one.
@@ -82,11 +81,7 @@ class WorkerProcess:
         self.kill = weakref.finalize(self, _kill, self._connection, self.process, os.getpid())
 
     def send(self, content: Any, descriptor: int | None = None) -> None:
-        """Sends a message, with a copy of an open file if `descriptor` is given.
-
-        Raises:
-            OSError: the child has ended, or takes no more bytes.
-        """
+        """Sends a message, with a copy of an open file if given. Raises `OSError` if the child does not take it."""
         try:
             _send(self._connection, content, descriptor)
         except BaseException:
@@ -96,8 +91,7 @@ class WorkerProcess:
     def receive(self, timeout: float | None = None) -> Message | None:
         """Returns the next message; None if there was none, or only a heartbeat, within `timeout` seconds.
 
-        Raises:
-            EOFError, OSError: the child has ended, or `close` or `kill` was called.
+        Raises `EOFError` or `OSError` if the child has ended, or `close` or `kill` was called.
         """
         if not self._connection.poll(timeout):
             return None

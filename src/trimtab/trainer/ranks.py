@@ -33,15 +33,12 @@ CONTROL_TIMEOUT = timedelta(days=7)
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """The rank of this process and its collectives.
-
-    `device` is the device of its model; None: the one the model is on. `control` is the gloo process group for bytes.
-    """
+    """The rank of this process and its collectives."""
 
     rank: int = 0
     size: int = 1
-    device: torch.device | None = None
-    control: Any = None
+    device: torch.device | None = None  # of its model; None: the one the model is on
+    control: Any = None  # the gloo process group for bytes
 
     @property
     def is_leader(self) -> bool:
@@ -69,9 +66,7 @@ class RankGroup:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
         longest = max(int(length) for length in lengths)
-        if not longest:
-            return [b""] * self.size
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest + 1, dtype=torch.uint8)  # gloo exchanges no empty tensors
         padded[: len(data)] = _tensor(data)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.control)

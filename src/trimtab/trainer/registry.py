@@ -13,17 +13,11 @@ from trimtab.errors import TrimtabError, did_you_mean, explain
 
 
 class Registry(NamedTuple):
-    """Classes of pydantic by name, whose fields are the keywords of a part of recipes.
+    """Classes of pydantic by name, whose fields are the keywords of a part of recipes."""
 
-    Attributes:
-        part: what they are, in messages.
-        classes: each as `module:Class` below `trimtab.trainer`, imported when used: some need heavy libraries.
-        own: how a user takes part with something of their own, in the message for an unknown name.
-    """
-
-    part: str
-    classes: Mapping[str, str]
-    own: str
+    part: str  # what they are, in messages
+    classes: Mapping[str, str]  # `module:Class` below `trimtab.trainer`, imported when used: some need heavy libraries
+    own: str  # how a user takes part with something of their own, in the message for an unknown name
 
     def names(self) -> list[str]:
         return sorted(self.classes)

@@ -21,18 +21,9 @@ def check_recipe(config: Config, objective: Objective, world_size: int | None) -
     """
     refuse(contradictions(config))  # again: the caller may have built or changed the recipe in Python
     refuse(_objective_contradictions(config, objective))
-    refuse(_advantage_contradictions(config, objective))
     if current_ranks().is_leader:
         for line in (*unused_keys(config), *_unread_keys(config, objective, world_size)):
             warnings.warn(line, TrimtabWarning, stacklevel=2)
-
-
-def check_task(config: Config, task: Task, rewards: Sequence[str], eval_metrics: Sequence[str]) -> None:
-    """Raises `TrimtabError` for a task with too few problems, and for names of rewards and metrics that do not fit.
-
-    `rewards` are the names under which rewards are logged, `eval_metrics` the keys of all accuracies that are measured.
-    """
-    refuse(_task_contradictions(config, task, rewards, eval_metrics))
 
 
 def _objective_contradictions(config: Config, objective: Objective) -> Iterator[str]:
@@ -72,6 +63,7 @@ def _objective_contradictions(config: Config, objective: Objective) -> Iterator[
             "sampling.top_logprobs (128 hold more than 99.9% of the mass) or leave it out, and use engine.type "
             '"embedded" or "vllm"'
         )
+    yield from _advantage_contradictions(config, objective)
 
 
 def _advantage_contradictions(config: Config, objective: Objective) -> Iterator[str]:
@@ -119,9 +111,13 @@ def _unread_keys(config: Config, objective: Objective, world_size: int | None) -
         )
 
 
-def _task_contradictions(
+def task_contradictions(
     config: Config, task: Task, rewards: Sequence[str], eval_metrics: Sequence[str]
 ) -> Iterator[str]:
+    """Yields what is wrong with a task of too few problems, and with names of rewards and metrics that do not fit.
+
+    `rewards` are the names under which rewards are logged, `eval_metrics` the keys of all accuracies that are measured.
+    """
     if not len(task.train):
         yield f"task {task.name!r} has no problems to train on: lower its holdout or give it more rows"
     skip, problems = config.eval.skip, config.eval.problems

@@ -21,6 +21,7 @@ from trimtab.trainer import custom_objective, environments, rewards, tasks
 from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config
+from trimtab.trainer.config.consistency import refuse
 from trimtab.trainer.config.schema import LoraConfig
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.environments import BuiltEnvironment
@@ -29,14 +30,14 @@ from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.routing_replay import require_mixture
 from trimtab.trainer.followers import run_directory, shared_source
 from trimtab.trainer.guard import Guard
-from trimtab.trainer.held_out import EvalTask, HeldOut, eval_metrics, eval_tasks
+from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.loop import Trainer
 from trimtab.trainer.models.load import LoadedModel, check_same_ids
-from trimtab.trainer.observer import NullObserver, Observer
+from trimtab.trainer.observer import NullObserver, Observer, open_sinks
 from trimtab.trainer.optim import build_optimizer
 from trimtab.trainer.ranks import current_ranks, join
-from trimtab.trainer.requirements import check_recipe, check_task
+from trimtab.trainer.requirements import check_recipe, task_contradictions
 from trimtab.trainer.rewards import Scorer
 from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
@@ -47,13 +48,10 @@ from trimtab.trainer.rollout.prefixes import PrefixedResponses
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
 from trimtab.trainer.rollout.responses import EpisodeResponses, Responses
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
-from trimtab.trainer.sinks import open_sinks
 from trimtab.trainer.stop import Stop
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
 
 RewardFunction = Callable[[str, Problem], float]
-
-
 EngineFactory = Callable[[Config, LoadedModel, Path], Sequence[Engine]]
 """Builds the engines of a recipe from the trained model and the folder with its config and tokenizer."""
 TOP_LOGPROBS = 128
@@ -70,17 +68,14 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded.
-
-    `close` ends the processes of rewards and tools.
-    """
+    """Objective, task, environment and rewards of a recipe, built and checked before any model is loaded."""
 
     objective: Objective
     task: Task
     scorer: Scorer
     eval_tasks: Sequence[EvalTask]
     environment: BuiltEnvironment | None = None
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None  # ends the processes of rewards and tools
 
 
 def train(
@@ -184,16 +179,13 @@ def build_parts(
             )
             task = multi_turn.adapt(task)
         specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
-        if reward is not None:
-            specs = [RewardSpec(reward)]
-        scorer = rewards.build(specs, task)
+        scorer = rewards.build(specs if reward is None else [RewardSpec(reward)], task)
         started.callback(scorer.close)
-        sections = [(task, config.eval.samples), *zip(others, (one.samples for one in config.eval.task), strict=True)]
-        eval_keys = [key for evaluated, samples in sections for key in eval_metrics(evaluated.name, samples)]
-        check_task(config, task, [entry.name for entry in scorer.rewards], eval_keys)
         evaluated = eval_tasks(config, task, scorer, others)
         for other in evaluated[1:]:
             started.callback(other.scorer.close)
+        eval_keys = [key for one in evaluated for key in one.metrics]
+        refuse(task_contradictions(config, task, [entry.name for entry in scorer.rewards], eval_keys))
         # Only the leader scores and plays episodes: on other ranks the processes end here.
         close = started.pop_all().close if current_ranks().is_leader else started.close
         return RunParts(built, task, scorer, evaluated, multi_turn, close)
@@ -216,11 +208,8 @@ def build_trainer(
     if ranks.size > 1 and ranks.is_leader and config.engine.type == "embedded":
         # The embedded engine copies the model on the device where it finds it.
         loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]
-    engines: Sequence[Engine] = []
-    if ranks.is_leader and factory is not None:
-        engines = factory(config, loaded, run.model_folder)
-    elif ranks.is_leader:
-        engines = build_engines(config, loaded, run.model_folder, observer.message)
+    build = factory or partial(build_engines, notify=observer.message)
+    engines = build(config, loaded, run.model_folder) if ranks.is_leader else []
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = prepare_model(loaded.model, config)
     features = list(build_features(config, model, parts.objective, canary, current_ranks(), observer.message))
@@ -234,7 +223,7 @@ def build_trainer(
         learner=_build_learner(config, parts.objective, model, loaded, features),
         run=run,
         observer=observer,
-        guard=Guard(config, own.task.name) if config.guard.on else None,
+        guard=Guard(config, own.task.name),
         held_out=[HeldOut.build(evaluated, collector) for evaluated in (own, *others)],
     )
 
@@ -267,14 +256,13 @@ def _build_learner(
 ) -> Learner:
     trainer, modules = config.trainer, [module for feature in features for module in feature.modules().values()]
     reads_reference = "reference" in built.needs or config.advantage.kind == DISTILLATION
-    reference = _load_reference(config, loaded) if reads_reference else None
     return Learner(
         config=config,
         model=model,
         optimizer=build_optimizer(model.parameters(), config.optim, modules),
         objective=built,
         total_updates=trainer.steps * trainer.updates_per_step,
-        reference=reference,
+        reference=_load_reference(config, loaded) if reads_reference else None,
         features=features,
     )
 
@@ -298,7 +286,6 @@ def _build_collector(
     room = None if context is None else context - sampling.max_tokens
     max_prompt = config.sampling.max_prompt_tokens or room
     stream = PromptStream(parts.task, loaded.tokenizer, config.seed, max_prompt=max_prompt)
-    responses = Responses(config, stream, sampling)
     if config.prefix is not None:
         responses = PrefixedResponses(config, stream, sampling)
     elif config.demonstrations is not None:
@@ -308,6 +295,8 @@ def _build_collector(
             loaded.tokenizer, sampling.max_tokens, partial(tasks.encode, parts.task), room
         )
         responses = EpisodeResponses(config, stream, sampling, runner)
+    else:
+        responses = Responses(config, stream, sampling)
     return Collector(config, responses, parts.scorer, context)
 
 

@@ -77,18 +77,17 @@ def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path
 
 def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) -> dict[str, Any]:
     """Trains the model in place and returns the metrics of the last step."""
-    model, sft = loaded.model.train(), config.sft
-    model.to(default_device())  # pyright: ignore[reportArgumentType]
+    model, sft, device = loaded.model.train(), config.sft, default_device()
+    model.to(device)  # pyright: ignore[reportArgumentType]
     optim = OptimConfig(lr=sft.lr, warmup=sft.warmup)
-    optimizer = build_optimizer(model.parameters(), optim)
+    optimizer, budget = build_optimizer(model.parameters(), optim), 0
     stream = PromptStream(task, loaded.tokenizer, config.seed if sft.seed is None else sft.seed)
-    device, budget = next(model.parameters()).device, 0
     metrics: dict[str, Any] = {}
     for step in range(sft.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(optim, step, sft.steps)
         rows = _gold_rows(loaded.tokenizer, stream, step * sft.batch, sft.batch)
         if step == 0:
-            prompt, response = (max(map(len, ids)) for ids in ([row.prompt.ids for row in rows], rows))
+            prompt, response = max(len(row.prompt.ids) for row in rows), max(map(len, rows))
             budget = micro_batch_tokens(config, model, device, prompt=prompt, response=response)
         parts = micro_batches(rows, [[index] for index in range(len(rows))], budget)
         micros = [to_tensors(rows, chosen, stream.pad_id, device) for chosen in parts]

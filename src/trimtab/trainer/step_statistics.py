@@ -33,31 +33,25 @@ from trimtab.types import Trajectory
 class StepStatistics:
     """Mergeable statistics of one batch, turned into floats at the end of the step.
 
-    Attributes:
-        objective, mismatch: metrics of the objective and of the mismatch between sampler and trainer.
-        mismatch_logps: for each row, the trainer's log-probs that the sampler's were compared with.
-        perturbed: for each row that was also scored in a probe, the log-probs of the perturbed policy.
-        versions: for each row, the version of the policy that computed `mismatch_logps`.
-        drifts: for each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness),
-            where π is the policy that its last update began with; NaN without a token that was sampled.
-        counts: of features, by name.
-        slots: micro-batches that all ranks had time for; idle_slots: those without a micro-batch.
-
     Values of rows stay on the device during the updates, which would otherwise wait for it; `to_cpu` copies them.
     """
 
     objective: Metrics | None = None
-    mismatch: Metrics | None = None
+    mismatch: Metrics | None = None  # between sampler and trainer
+    # For each row: the trainer's log-probs that the sampler's were compared with; if it was also scored in a probe,
+    # those of the perturbed policy; the version of the policy that computed the first.
     mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    # For each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness), where π
+    # is the policy that its last update began with; NaN without a token that was sampled.
     drifts: dict[int, np.ndarray] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # of features, by name
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
-    slots: int = 0
-    idle_slots: int = 0
+    slots: int = 0  # micro-batches that all ranks had time for
+    idle_slots: int = 0  # those without a micro-batch
     lr: float = 0.0
     _on_device: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -176,6 +170,8 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
     ages = version - np.concatenate([t.completion.policy_version[t.completion.sampled] for t in sampled])
     observed = any(t.completion.loss_mask is not None for t in sampled)
     parts = {f"reward/{name}": float(np.mean([t.rewards[name] for t in sampled])) for name in sampled[0].rewards}
+    # In nats, of the sampling distributions, if the engine reports it for all responses.
+    entropies = [t.completion.entropy[t.completion.sampled] for t in sampled if t.completion.entropy is not None]
     return {
         "trajectories/consumed": len(trajectories),
         "reward/mean": float(rewards.mean()),
@@ -187,15 +183,8 @@ def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str,
         "length/truncated": float(np.mean([t.completion.finish_reason == "length" for t in sampled])),
         "lag/mean": float(ages.mean()) if ages.size else 0.0,
         "lag/max": int(ages.max()) if ages.size else 0,
-        **_entropy(sampled),
+        **({"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(sampled) else {}),
     }
-
-
-def _entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the mean entropy, in nats, of the sampling distributions, if the engine reports it for all responses."""
-    completions = [t.completion for t in trajectories]
-    entropies = [c.entropy[c.sampled] for c in completions if c.entropy is not None]
-    return {"entropy/rollout": float(np.concatenate(entropies).mean())} if len(entropies) == len(trajectories) else {}
 
 
 def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import LogConfig, load_config
 from trimtab.trainer.display import PlainTextConsole, RunDisplay, closing_lines, figures, progress_bar
-from trimtab.trainer.sinks import open_sinks
+from trimtab.trainer.observer import open_sinks
 
 STEP: dict[str, float | str] = {
     "step": 3,
@@ -89,13 +89,10 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back() -> None:
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l"), "the cursor is shown again at the end"
 
 
-def test_numbers_a_run_does_not_have_are_left_out() -> None:
+def test_numbers_a_run_does_not_have_are_left_out_and_episodes_have_columns() -> None:
     assert figures({"step": 1, "sft/loss": 1.25}) == [("loss", "1.2500")]
     assert ("rejected", "0.00%") in figures({"mismatch/k3": 0.1}), "without rules nothing is rejected"
     assert figures({"reward/mean": "odd", "mismatch/anchor": "current"}) == []
-
-
-def test_episodes_have_columns_of_their_own() -> None:
     episode = {"episode/calls": 1.25, "episode/tool_errors": 0.5, "episode/void": 0.0625, "reward/mean": 0.5}
     columns = [("reward", "0.500"), ("calls", "1.25"), ("tool errors", "50.0%"), ("void", "6.2%")]
     assert figures(episode) == columns

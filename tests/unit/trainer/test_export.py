@@ -115,13 +115,6 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, name: str, capsys: pytest.
     torch.testing.assert_close(answers(loaded), answers(merged), rtol=0, atol=2e-5)
 
 
-def test_a_run_without_adapters_has_none_to_export(tmp_path: Path) -> None:
-    run, _ = make_run(tmp_path / "run")
-    with pytest.raises(TrimtabError, match=r"trained every weight \(model.lora.rank = 0\)"):
-        export_adapter(run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_best_and_last_differ(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path / "run")
     with pytest.raises(TrimtabError, match=r"has no best checkpoint: set eval.best"):
@@ -146,9 +139,13 @@ def test_a_damaged_checkpoint_is_named_and_never_mistaken_for_the_best(tmp_path:
         restore(run, "best")
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_what_a_run_does_not_have_is_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path / "run")
-    (tmp_path / "out").mkdir()
+    with pytest.raises(TrimtabError, match=r"trained every weight \(model.lora.rank = 0\)"):
+        export_adapter(run, tmp_path / "out")
+    with pytest.raises(TrimtabError, match="has no checkpoint 'step-000009': choose one of step-000001, step-000002"):
+        export(run, tmp_path / "out", "step-000009")
+    (tmp_path / "out").mkdir()  # which did not exist yet
     with pytest.raises(TrimtabError, match=r"out already exists: choose another folder"):
         export(run, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
@@ -172,9 +169,3 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=r"the checkpoint's weights do not fit the model: 1 missing .*lm_head"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_that_is_absent_is_named_with_those_that_exist(tmp_path: Path) -> None:
-    run, _ = make_run(tmp_path / "run")
-    with pytest.raises(TrimtabError, match="has no checkpoint 'step-000009': choose one of step-000001, step-000002"):
-        export(run, tmp_path / "model", "step-000009")

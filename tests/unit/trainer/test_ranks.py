@@ -14,7 +14,7 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_single_process_is_the_leader_and_exchanges_nothing() -> None:
+def test_a_single_process_is_the_leader_and_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with join() as ranks:
         assert ranks is current_ranks() is SINGLE_RANK
         assert ranks.is_leader
@@ -24,10 +24,7 @@ def test_a_single_process_is_the_leader_and_exchanges_nothing() -> None:
         assert ranks.all_reduce_sum(0.1) == 0.1
         assert ranks.run_on_all_ranks(lambda: 3) == 3
     assert not is_follower()
-
-
-def test_torchrun_with_one_process_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun starts one process
     monkeypatch.setenv("RANK", "0")
     with join() as ranks:
         assert ranks is SINGLE_RANK

@@ -107,20 +107,12 @@ def test_the_time_of_preparing_a_batch_includes_passes_that_dropped_a_row(monkey
     assert (batch.dropped, batch.seconds) == (1, 10.0)
 
 
-def test_warm_up_then_constant() -> None:
+def test_schedules_by_hand() -> None:
+    """A warm-up and then a constant; a cosine to its floor; a linear decay from an update to the last."""
     config = OptimConfig(lr=1.0, warmup=4)
     assert [learning_rate(config, update, 10) for update in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1.0, 1.0, 1.0]
-
-
-def test_cosine_ends_at_its_floor() -> None:
     config = OptimConfig(lr=1.0, warmup=2, schedule="cosine", min_lr=0.2)
-    assert learning_rate(config, 2, 12) == 1.0
-    assert learning_rate(config, 7, 12) == pytest.approx(0.6)
-    assert learning_rate(config, 12, 12) == pytest.approx(0.2)
-    assert learning_rate(config, 99, 12) == pytest.approx(0.2)
-
-
-def test_linear_decay_from_an_update_to_the_last() -> None:
+    assert [learning_rate(config, update, 12) for update in (2, 7, 12, 99)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
     assert [linear_decay(update, 2, 6) for update in (0, 2, 3, 5, 6, 9)] == [1.0, 1.0, 0.75, 0.25, 0.0, 0.0]
 
 

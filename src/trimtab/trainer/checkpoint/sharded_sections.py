@@ -104,14 +104,10 @@ def copy_into(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
         tensors.copy_into(targets)
         return
     for name, target in targets.items():
-        local_shard(target).copy_(_local_part(tensors[name], target))
+        whole: Any = tensors[name]
+        if is_sharded(target):
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Returns the part of `whole` that this rank holds of `like`: all of it, unless `like` is sharded."""
-    if not is_sharded(like):
-        return whole
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+            mesh, placements = target.device_mesh, target.placements  # pyright: ignore[reportAttributeAccessIssue]
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        local_shard(target).copy_(whole)

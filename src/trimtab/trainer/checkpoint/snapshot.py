@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -14,18 +15,18 @@ from trimtab.runs.layout import CONFIG, checkpoint_folder
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.custom_objective import refuse_other
-from trimtab.trainer.idle import IdleSteps
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.observer import Observer
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.source import RolloutSource
+from trimtab.trainer.stop import IdleSteps
 
 KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare", "guard")
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
 
 
 class TrainerState(Protocol):
-    """The state of a trainer that a checkpoint holds, and the methods that resuming calls."""
+    """The state of a trainer that a checkpoint holds, and the methods that resuming and the guard call."""
 
     config: Config
     source: RolloutSource
@@ -43,6 +44,8 @@ class TrainerState(Protocol):
 
     def needed_checkpoints(self) -> set[int]: ...
 
+    def log_restored(self, marks: Mapping[str, Any]) -> None: ...
+
 
 def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = True) -> None:
     """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
@@ -55,7 +58,7 @@ def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = 
     needed, later = trainer.needed_checkpoints(), None if wait else run.finish_later
     store.save(run.checkpoint_root, trainer.step, *capture(trainer, evaluated), later=later)
     if wait:
-        _mark_best(trainer, evaluated)
+        store.mark_best(run.checkpoint_root, trainer.step, *_best(trainer, evaluated))
     store.delete_old(run.checkpoint_root, trainer.config.checkpoint.keep, needed)
 
 
@@ -69,30 +72,18 @@ def save_if_unsaved(trainer: TrainerState) -> None:
 
 def has_improved(trainer: TrainerState, evaluated: Mapping[str, float]) -> bool:
     """Whether this step has the best value of `eval.best` so far; the value before training does not count."""
-    value = _value_of_best(trainer, evaluated)
-    if value is None:
-        return False
-    improved = store.is_best(trainer.run.checkpoint_root, trainer.config.eval.best_label, value)
     # The leader decides: on a shared file system other ranks may still read the previous best.json.
-    return current_ranks().broadcast_bool(improved)
+    return current_ranks().broadcast_bool(store.is_best(trainer.run.checkpoint_root, *_best(trainer, evaluated)))
 
 
-def _mark_best(trainer: TrainerState, evaluated: Mapping[str, float]) -> None:
-    """Marks this step's checkpoint if it is the best so far by `eval.best`. Idempotent."""
-    value = _value_of_best(trainer, evaluated)
-    if value is not None:
-        store.mark_best(trainer.run.checkpoint_root, trainer.step, trainer.config.eval.best_label, value)
+def _best(trainer: TrainerState, evaluated: Mapping[str, float]) -> tuple[str, float]:
+    """Returns the label of `eval.best` and the mean of its metrics.
 
-
-def _value_of_best(trainer: TrainerState, evaluated: Mapping[str, float]) -> float | None:
-    """Returns the mean of the metrics in `eval.best`.
-
-    None without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
+    NaN without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
     """
-    names = trainer.config.eval.best_metrics
-    if not names or not evaluated.keys() >= set(names):
-        return None
-    return sum(evaluated[name] for name in names) / len(names)
+    section = trainer.config.eval
+    values = [evaluated.get(name, math.nan) for name in section.best_metrics]
+    return section.best_label, sum(values) / len(values) if values else math.nan
 
 
 def capture(
@@ -143,7 +134,8 @@ def resume(trainer: TrainerState) -> None:
     if "engine" not in checkpoint.tensors:
         trainer.publish_now()
     trainer.source.restore(checkpoint.tensors, checkpoint.meta["source"], checkpoint.files)
-    _mark_best(trainer, checkpoint.meta["measured"])  # in case the run was killed between saving and marking
+    # In case the run was killed between saving and marking.
+    store.mark_best(run.checkpoint_root, trainer.step, *_best(trainer, checkpoint.meta["measured"]))
     trainer.observer.message(f"resumed from {checkpoint.folder}")
 
 
@@ -185,7 +177,10 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:
     """Raises `TrimtabError` if keys that affect results have changed."""
     saved = parse_config(parse_toml(run.config_toml), str(run.path / CONFIG))
-    if saved.placement != config.placement and not _can_change_placement(saved, config):
+    # `SyncSource` saves the engine's weights, already quantized; `AsyncSource` would quantize them again.
+    continues = config.has_engine_threads and not config.engine.changes_weights
+    moved = saved.placement != config.placement and saved.has_engine_threads != config.has_engine_threads
+    if moved and not continues:
         raise TrimtabError(
             f"{run.path} cannot go on elsewhere (docs/scale.md says which runs can): resume it with placement = "
             f"{saved.placement!r}"
@@ -198,14 +193,6 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
             f"{run.path} was started with another recipe (now: {'; '.join(changed[:3])}): resume with the recipe and "
             "overrides of its config.toml, or choose another --out"
         )
-
-
-def _can_change_placement(saved: Config, config: Config) -> bool:
-    """Whether checkpoints of one placement can be resumed with the other."""
-    if saved.has_engine_threads == config.has_engine_threads:
-        return True
-    # `SyncSource` saves the engine's weights, already quantized; `AsyncSource` would quantize them again.
-    return config.has_engine_threads and not config.engine.changes_weights
 
 
 def _result_affecting_keys(config: Config) -> dict[str, Any]:

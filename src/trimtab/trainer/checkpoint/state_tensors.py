@@ -174,8 +174,7 @@ def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     """The names in `model` of the parameters in each group; `optimizer.state_dict()` numbers them in this order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-    unknown = list(chain.from_iterable(groups)).count("")
-    if unknown:
+    if unknown := list(chain.from_iterable(groups)).count(""):
         raise ValueError(f"{unknown} parameters of the optimizer do not belong to the model")
     return groups
 

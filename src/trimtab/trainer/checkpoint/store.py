@@ -28,13 +28,7 @@ from torch import Tensor
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
-from trimtab.runs.layout import (
-    BEST,
-    best_checkpoint,
-    checkpoint_folder,
-    checkpoint_step,
-    list_checkpoints,
-)
+from trimtab.runs.layout import BEST, best_checkpoint, checkpoint_folder, checkpoint_step, list_checkpoints
 from trimtab.trainer.checkpoint.sharded_sections import Shards, write
 from trimtab.trainer.models.sharding import is_sharded
 from trimtab.trainer.ranks import SINGLE_RANK, RankGroup, current_ranks
@@ -78,8 +72,7 @@ def save(
         files: further files by name.
         later: gets the call that flushes the files to the disk and then names the checkpoint; default: it is made here.
 
-    Raises:
-        TrimtabError: the disk is full; earlier checkpoints are unchanged.
+    Raises `TrimtabError` if the disk is full; earlier checkpoints are unchanged.
     """
     folder, ranks = checkpoint_folder(root, step), current_ranks()
     sharded = {section: named for section, named in sorted(tensors.items()) if any(map(is_sharded, named.values()))}
@@ -161,7 +154,7 @@ def _read(folder: Path, needed: Sequence[str], sections: Collection[str] | None)
 def latest(
     root: Path,
     sections: Collection[str] | None = None,
-    notify: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] = lambda line: warnings.warn(line, TrimtabWarning, stacklevel=3),
     among: Collection[int] | None = None,
 ) -> LoadedCheckpoint | None:
     """Returns the newest intact checkpoint, or None if there are no checkpoints. Changes nothing on disk.
@@ -176,21 +169,17 @@ def latest(
     listed = json.loads(ranks.broadcast(json.dumps(names).encode()))
     for folder in (root / name for name in reversed(listed)):
         try:
-            checkpoint = _read_on_all_ranks(folder, sections, ranks)
+            needed = ranks.run_on_all_ranks(partial(_verify_files, folder, sections, ranks))
+            checkpoint = ranks.run_on_all_ranks(partial(_read, folder, needed, sections))
         except (TrimtabError, OSError) as error:  # if one rank has an error, all have
             skipped.append(str(error))
             continue
         for line in skipped:
-            (notify or _warn)(f"{line}; using {folder.name} instead")
+            notify(f"{line}; using {folder.name} instead")
         return checkpoint
     if skipped:
         raise TrimtabError(f"no intact checkpoint in {root}: {skipped[0]}; start again with another --out")
     return None
-
-
-def _read_on_all_ranks(folder: Path, sections: Collection[str] | None, ranks: RankGroup) -> LoadedCheckpoint:
-    needed = ranks.run_on_all_ranks(partial(_verify_files, folder, sections, ranks))
-    return ranks.run_on_all_ranks(partial(_read, folder, needed, sections))
 
 
 def delete_old(root: Path, keep: int, needed: Collection[int] = ()) -> None:
@@ -232,8 +221,7 @@ def _write_shards(
     with atomic.readable_errors(folder):
         for section, named in parts.items():
             (temporary / section).mkdir(exist_ok=True)
-            path = write(temporary / section, named, rank)
-            if path is not None:
+            if path := write(temporary / section, named, rank):
                 described[f"{section}/{path.name}"] = _describe(path)
     return described
 
@@ -271,7 +259,3 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
         raise TrimtabError(f"{broken} has {described['size']} bytes instead of {entry['size']}")
     if described["sha256"] != entry["sha256"]:
         raise TrimtabError(f"{broken} was changed (its sha256 differs)")
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, TrimtabWarning, stacklevel=3)

@@ -41,9 +41,7 @@ def build_features(
 ) -> Iterator[Feature]:
     """Yields the features of a recipe. Hooks are called in this order.
 
-    Args:
-        model: the trained model, sharded and with its adapters.
-        notify: receives messages for the user.
+    model: the trained model, sharded and with its adapters. notify: receives messages for the user.
     """
     yield SamplingMask()
     if objective.centering:

@@ -17,11 +17,6 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
 from trimtab.trainer.packing import MicroBatch, MiniBatch
 
-LAG_MESSAGE = (
-    "caution: this first batch is fresh, later ones are up to {} updates older and will be rejected far more often; "
-    "take bounds from a run's own trajectories instead (trimtab diagnose)"
-)
-
 
 class Calibration(Feature):
     """Replaces the objective's bounds before the first update of a run. `bounds` are None until then."""
@@ -53,9 +48,12 @@ class Calibration(Feature):
             f"the published bounds {kept_published:.1%})"
         )
         trainer = self._config.trainer
-        lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.minibatches * trainer.epochs)
+        lag = max(trainer.max_lag or 0, (trainer.sync_every or 1) - trainer.updates_per_step)
         if lag > 0:
-            self._notify(LAG_MESSAGE.format(lag))
+            self._notify(
+                f"caution: this first batch is fresh, later ones are up to {lag} updates older and will be rejected "
+                "far more often; take bounds from a run's own trajectories instead (trimtab diagnose)"
+            )
         for line in learner.objective.equation(self._config.advantage.kind).splitlines():
             self._notify(line)
 
@@ -77,20 +75,9 @@ class Calibration(Feature):
 
 def _kept_share(objective: Objective, scored: Sequence[tuple[MicroBatch, torch.Tensor]]) -> float:
     """Returns the share of trained tokens that the objective's weight and masks keep before the first update."""
-    metrics = reduce(
-        add,
-        (
-            correct(
-                proximal,
-                micro.behavior,
-                micro.on_policy,
-                weight=objective.weight,
-                masks=objective.masks,
-                current=proximal,
-                advantage=micro.advantage,
-                turn=micro.turn,
-            ).metrics
-            for micro, proximal in scored
-        ),
-    )
-    return 1.0 - metrics.finalize()["reject/tokens"]
+    rules = {"weight": objective.weight, "masks": objective.masks}
+    corrected = [
+        correct(logp, m.behavior, m.on_policy, **rules, current=logp, advantage=m.advantage, turn=m.turn)
+        for m, logp in scored
+    ]
+    return 1.0 - reduce(add, (part.metrics for part in corrected)).finalize()["reject/tokens"]

@@ -1,6 +1,4 @@
-"""The interface through which an optional method takes part in training.
-
-The loop calls the hooks of all alike; it names none of them.
+"""The interface through which an optional method takes part in training: the loop calls the hooks of all alike.
 
 A method is a subclass of `Feature` in a separate file and a line in `build_features`. The calls of a step, in order:
 
@@ -41,33 +39,23 @@ Purpose = Literal["proximal", "reference", "prepare", "train", "probe"]
 class ForwardPass(NamedTuple):
     """One forward of a micro-batch.
 
-    Attributes:
-        micro: may have no rows, where several processes must run the same number of forwards.
-        purpose: "proximal" and "reference": of these policies, before the updates; "prepare": of the current policy for
-            the objective's state; "train": with a gradient; "probe": of the current policy without perturbation.
-        position: of the micro-batch in its mini-batch.
-        update: completed optimizer updates.
-        first_epoch: whether it is the first "train" pass over these rows.
-        measured: whether log-probs of this pass are compared with the sampler's.
+    Its `purpose` is "proximal" or "reference": of these policies, before the updates; "prepare": of the current policy
+    for the objective's state; "train": with a gradient; "probe": of the current policy without perturbation.
     """
 
-    micro: MicroBatch
+    micro: MicroBatch  # may have no rows, where several processes must run the same number of forwards
     purpose: Purpose
-    position: int = 0
-    update: int = 0
-    first_epoch: bool = False
-    measured: bool = False
+    position: int = 0  # of the micro-batch in its mini-batch
+    update: int = 0  # completed optimizer updates
+    first_epoch: bool = False  # whether it is the first "train" pass over these rows
+    measured: bool = False  # whether log-probs of this pass are compared with the sampler's
 
 
 class ProximalPass(NamedTuple):
-    """A pass over a mini-batch that scores its proximal policy.
+    """A pass over a mini-batch that scores its proximal policy."""
 
-    Attributes:
-        weights: inside of this context the model has the weights of the policy.
-        tokens: the tokens of a micro-batch that this pass scores: (rows, time) bool, on the CPU; None: all.
-    """
-
-    weights: AbstractContextManager[None] = nullcontext()
+    weights: AbstractContextManager[None] = nullcontext()  # inside, the model has the weights of the policy
+    # The tokens of a micro-batch that this pass scores: (rows, time) bool, on the CPU; None: all.
     tokens: Callable[[MicroBatch], Tensor] | None = None
 
 
@@ -91,19 +79,13 @@ class PolicyLearner(Protocol):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step.
+    """A finished step."""
 
-    Attributes:
-        step: its number, from 1.
-        version: completed optimizer updates before the step.
-        statistics: of the updates, over all processes.
-    """
-
-    step: int
-    version: int
+    step: int  # its number, from 1
+    version: int  # completed optimizer updates before the step
     trajectories: Sequence[Trajectory]
     rollout: RolloutStats
-    statistics: StepStatistics
+    statistics: StepStatistics  # of the updates, over all processes
 
 
 class Feature:
@@ -114,10 +96,7 @@ class Feature:
     """
 
     perturbs_policy: bool = False
-
-    @property
-    def probes(self) -> bool:
-        return False
+    probes: bool = False
 
     def modules(self) -> Mapping[str, TrainedModule]:
         """Modules to train, by the name of their section in a checkpoint."""

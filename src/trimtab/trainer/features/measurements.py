@@ -150,12 +150,6 @@ class PolicyKL(Feature):
         return {} if self._kl is None else {"update/policy_kl": self._kl}
 
 
-NOT_CONFIRMED_MESSAGE = (
-    "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
-    '"invariant" was not confirmed (mismatch/confirmed)'
-)
-
-
 class BitwiseCheck(Feature):
     """Compares the log-probs that were sampled and trained under the same weights, in every step."""
 
@@ -180,5 +174,8 @@ class BitwiseCheck(Feature):
                 "docs/bitwise.md says how to find the module, fewer `threads` may help"
             )
         if compared == 0 and record.step == 1:
-            self._notify(NOT_CONFIRMED_MESSAGE)
+            self._notify(
+                "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
+                '"invariant" was not confirmed (mismatch/confirmed)'
+            )
         return {"mismatch/confirmed": compared}

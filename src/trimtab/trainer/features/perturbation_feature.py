@@ -37,10 +37,6 @@ class PerturbationFeature(Feature):
         self._coverage: PerturbationCoverage | None = None
         self._gradients: list[float] = []
 
-    @property
-    def probes(self) -> bool:
-        return self._coverage is not None
-
     def modules(self) -> Mapping[str, TrainedModule]:
         return {"perturbation": TrainedModule(self.perturbation, self._lr)}
 
@@ -52,15 +48,14 @@ class PerturbationFeature(Feature):
             yield {}
             return
         seed = derive(self._config.seed, "noise", call.update, call.position)
-        watched = call.purpose == "train" and call.micro.rows
-        coverage = self._coverage if watched else None
+        coverage = self._coverage if call.purpose == "train" and call.micro.rows else None
         with self.perturbation.attached(seed=seed, coverage=coverage, sigmas=self._sigmas):
             yield {}
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
-        probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
+        self.probes = step in (1, self._config.trainer.steps) or step % self._config.diagnose.every == 0
         self._sigmas = self.perturbation.sigmas()
-        self._coverage = PerturbationCoverage() if probes else None
+        self._coverage = PerturbationCoverage() if self.probes else None
         self._gradients = []
 
     def end_backward(self) -> None:
@@ -97,11 +92,13 @@ class PerturbationFeature(Feature):
             metrics["perturbation/grad_norm"] = float(np.mean(self._gradients))
         if not stats.perturbed:
             return metrics
-        layers = [name.removeprefix(CHANGED) for name in stats.counts if name.startswith(CHANGED)]
-        changed = {layer: stats.counts[CHANGED + layer] / max(stats.counts[COMPARED + layer], 1) for layer in layers}
+        changed = {
+            name: count / max(stats.counts[name.replace(CHANGED, COMPARED)], 1)
+            for name, count in stats.counts.items()
+            if name.startswith(CHANGED)
+        }
         if changed:
-            metrics |= {f"perturbation/changed/{layer}": share for layer, share in changed.items()}
-            metrics["perturbation/changed"] = float(np.mean(list(changed.values())))
+            metrics |= {**changed, "perturbation/changed": float(np.mean(list(changed.values())))}
         clean = np.concatenate([stats.mismatch_logps[row] for row in stats.perturbed]).astype(np.float64)
         noisy = np.concatenate(list(stats.perturbed.values())).astype(np.float64)
         metrics["perturbation/dlogp"] = float(np.abs(noisy - clean).mean())

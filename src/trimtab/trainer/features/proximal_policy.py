@@ -37,7 +37,9 @@ class Snapshots(Feature):
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
-        self._weights, self._max_age = _trained(model), config.trainer.max_age
+        # The trained parameters themselves: with LoRA the adapters.
+        self._weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._max_age = config.trainer.max_age
         self._snapshots: dict[int, Weights] = {}
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
@@ -80,11 +82,6 @@ class Snapshots(Feature):
         self._snapshots = {int(name.removeprefix(SNAPSHOT)): self._copy() for name in saved}
         for name, weights in self.tensors().items():
             copy_into(weights, sections[name])
-
-
-def _trained(model: nn.Module) -> Weights:
-    """The trained parameters themselves: with LoRA the adapters."""
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 @contextmanager

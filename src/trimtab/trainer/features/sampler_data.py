@@ -26,9 +26,7 @@ class SamplingMask(Feature):
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         if not any(trajectory.sampling.truncated for trajectory in trajectories):
             return micro
-        kept = pack_kept(
-            [trajectory.completion.sampling_mask or () for trajectory in trajectories], micro.mask.shape[1]
-        )
+        kept = pack_kept([t.completion.sampling_mask or () for t in trajectories], micro.mask.shape[1])
         return micro.with_extras(kept=kept.to(micro.mask.device))
 
     def forward(self, call: ForwardPass) -> AbstractContextManager[Mapping[str, Any]]:

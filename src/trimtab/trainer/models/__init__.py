@@ -3,6 +3,6 @@
 - `load`: a policy from a folder, a hub id, or the two that come with Trimtab (`bundled`, `laboratory`).
 - `logprobs`: the log-probs of a micro-batch. Its attention is in `packed_attention`, its head in `fused_head`, its
   products in `matmul`; `architecture` knows the parts of each family; `invariant` has batch-invariant numerics.
-- `perturbation`, `perturbed_layer`, `noise`: ALP. `routing`: experts recorded and replayed.
+- `perturbation`, `noise`: ALP. `routing`: experts recorded and replayed.
 - `lora`: adapters, and weights under the names they have without. `sharding`: FSDP2.
 """

@@ -81,16 +81,9 @@ def _find_gguf() -> tuple[Path, str]:
 def _complete(final: Path) -> bool:
     try:
         sizes = json.loads((final / MANIFEST).read_text(encoding="utf-8"))
+        return bool(sizes) and all((final / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
-    return bool(sizes) and all(_size(final / name) == size for name, size in sizes.items())
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def _build(gguf: Path, final: Path) -> None:

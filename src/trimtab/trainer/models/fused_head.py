@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.trainer.models.architecture import ModelParts
-from trimtab.trainer.models.invariant.invariant_layers import (
+from trimtab.trainer.models.invariant import (
     add_exponentials,
     batch_invariant_matmul,
     compute_dtype,

@@ -8,21 +8,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
-from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
-# Exact classes that compute `weight * x / sqrt(mean(x^2) + variance_epsilon)`.
-_CLASSES = {
-    *(LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, OlmoeRMSNorm, Phi3RMSNorm),
-    *(Qwen2RMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm, SmolLM3RMSNorm),
-}
+# Those whose norms in transformers compute `weight * x / sqrt(mean(x^2) + variance_epsilon)`.
+_FAMILIES = ("Llama", "Mistral", "Mixtral", "Olmoe", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
+_NAMES = {f"{family}RMSNorm" for family in _FAMILIES}
 # Their output is read by linear layers alone, which would each round it to autocast's dtype.
 _BEFORE_PRODUCTS = ("input_layernorm", "post_attention_layernorm")
 
@@ -48,6 +37,6 @@ class FusedRMSNorm(nn.Module):
 def use_fused_norms(model: nn.Module) -> None:
     """Changes the norms of known classes to `FusedRMSNorm` in place; parameters, names and hooks are unchanged."""
     for name, module in model.named_modules():
-        if type(module) in _CLASSES:
+        if type(module).__name__ in _NAMES and type(module).__module__.startswith("transformers.models."):
             module.__class__ = FusedRMSNorm
             vars(module)["narrow"] = name.rsplit(".", 1)[-1] in _BEFORE_PRODUCTS

@@ -44,11 +44,11 @@ class _Design(NamedTuple):
 
 
 _DESIGNS = {
-    NAME: _Design(),
-    MIXTURE: _Design(experts=(8, 2, 40)),
-    SWITCH: _Design(width=64, layers=6, experts=(16, 1, 16)),
-    TOOLS: _Design(width=64, inner=176, layers=6),
-    LONG: _Design(width=96, inner=264, layers=4, context=256),
+    NAME: _Design(),  # 393k parameters
+    MIXTURE: _Design(experts=(8, 2, 40)),  # 383k
+    SWITCH: _Design(width=64, layers=6, experts=(16, 1, 16)),  # 402k
+    TOOLS: _Design(width=64, inner=176, layers=6),  # 304k
+    LONG: _Design(width=96, inner=264, layers=4, context=256),  # 455k
 }
 NAMES = tuple(_DESIGNS)
 # "." ends a response and " " pads; both belong to the 14 characters.
@@ -59,10 +59,8 @@ PADDING, END, UNKNOWN = " ", ".", "?"
 def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns an untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
-    `name` is `NAME` (Llama, 393k parameters), `MIXTURE` (Qwen3-MoE, 383k, 2 layers of 8 experts of which 2 see a token)
-    `SWITCH` (Qwen3-MoE, 402k, 6 layers of half the width with 16 experts of which 1 does), `TOOLS` (Llama, 304k, 6
-    layers of half the width) or `LONG` (Llama, 455k, 4 layers of three quarters of the width, a context of 256).
-    The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other character is `?`.
+    `name` is one of `NAMES`. The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other
+    character is `?`.
     """
     settings = _config(_DESIGNS[name])
     settings._attn_implementation = PACKED_IMPLEMENTATION

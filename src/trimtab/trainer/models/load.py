@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from trimtab.errors import TrimtabError, first_line, neighbors
 from trimtab.files import parse_json
-from trimtab.trainer.models import bundled, laboratory, packed_attention
+from trimtab.trainer.models import bundled, laboratory
 from trimtab.trainer.models.architecture import check_architecture
 from trimtab.trainer.models.matmul import use_fast_linear
+from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
 from trimtab.trainer.models.quiet import silence_transformers
 
 BUNDLED = bundled.NAME
@@ -48,12 +49,11 @@ def default_device() -> torch.device:
 def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) -> LoadedModel:
     """Loads a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
-    `path` is the bundled model's name (`BUNDLED`), one of the laboratory models (untrained, their weights drawn
-    from `seed`), a local folder, or an HF id.
-    `dtype` is that of the master weights, whatever the files hold. Dropout is disabled: a log-prob that changes between
-    two forwards makes every importance ratio wrong. The tokenizer has a padding token of the vocabulary (its own, or
-    else end of text, or else unknown); the embedding is never resized. Without `weights` the model is empty (on the
-    meta device), for a rank that receives them from another.
+    `path` is the bundled model's name (`BUNDLED`), one of the laboratory models (untrained, their weights drawn from
+    `seed`), a local folder, or an HF id. `dtype` is that of the master weights, whatever the files hold. Dropout is
+    disabled: a log-prob that changes between two forwards makes every importance ratio wrong. The tokenizer has a
+    padding token of the vocabulary (its own, or else end of text, or else unknown); the embedding is never resized.
+    Without `weights` the model is empty (on the meta device), for a rank that receives them from another.
     """
     if path in laboratory.NAMES:
         with nullcontext() if weights else torch.device("meta"):
@@ -62,9 +62,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
             parameter.data = parameter.data.to(dtype)
         use_fast_linear(model.base_model)
         return LoadedModel(model, tokenizer, path)
-    if path == BUNDLED:
-        return _from_folder(str(bundled.folder()), path, dtype, weights)
-    local = Path(path).expanduser()
+    local = bundled.folder() if path == BUNDLED else Path(path).expanduser()
     if local.is_dir():
         return _from_folder(str(local), path, dtype, weights)
     if local.is_file():
@@ -82,15 +80,7 @@ def load_plain(path: str) -> PreTrainedModel:
     source = str(bundled.folder()) if path == BUNDLED else str(Path(path).expanduser())
     with _readable_errors(path), silence_transformers():
         _check_index(Path(source))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    model, info = loaded
+        model, info = _load_weights(source, torch.float32, attn_implementation="sdpa")
     _check_complete(info, path)
     return model.eval()
 
@@ -117,7 +107,11 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
             setattr(config, key, 0.0)
     with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
-        model, info = _load_weights(source, config, dtype) if weights else _without_weights(config, dtype)
+        if weights:  # parameters of another shape are refused below, with their names
+            options = {"config": config, "attn_implementation": PACKED_IMPLEMENTATION}
+            model, info = _load_weights(source, dtype, **options, ignore_mismatched_sizes=True)
+        else:
+            model, info = _without_weights(config, dtype), {"missing_keys": (), "mismatched_keys": ()}
     _check_complete(info, name)
     _ensure_padding_token(tokenizer, model, name)
     use_fast_linear(model.base_model)
@@ -174,27 +168,16 @@ def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
         raise TrimtabError(f"model folder {name!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
 
-def _load_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
+def _load_weights(source: str, dtype: torch.dtype, **options: Any) -> Any:
     """Returns the model and transformers' report on its parameters."""
-    return AutoModelForCausalLM.from_pretrained(
-        source,
-        config=config,
-        dtype=dtype,
-        attn_implementation=packed_attention.PACKED_IMPLEMENTATION,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # refused by the caller, with the parameter's name
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    options |= {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
 
 
 def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    """Returns the same for a model without weights, on the meta device."""
+    options = {"dtype": dtype, "attn_implementation": PACKED_IMPLEMENTATION, "trust_remote_code": False}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=packed_attention.PACKED_IMPLEMENTATION, trust_remote_code=False
-        )
-    return model.eval(), {"missing_keys": (), "mismatched_keys": ()}
+        return AutoModelForCausalLM.from_config(config, **options).eval()
 
 
 @contextmanager

@@ -43,10 +43,7 @@ def on_accelerator(device: torch.device) -> bool:
 
 
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """Returns `a @ b.T`; either may be a transposed view, and `b` packed (`packed_weight`).
-
-    It has no gradient: call it in an autograd function.
-    """
+    """Returns `a @ b.T` without gradient; either may be a transposed view, and `b` packed (`packed_weight`)."""
     if b.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(a.to(b.dtype), b, None, "none", [], "").to(a.dtype)
     if a.device.type == "cpu" and a.dtype == b.dtype and a.dtype in _FAST_DTYPES and min(*a.shape, *b.shape) > 0:
@@ -202,8 +199,7 @@ def linear_by(
 
     Both have the same dtype. The backward is the same for every `multiply`: only the trainer computes gradients.
     """
-    result: Any = _Product.apply(states, weight, multiply, multiple)
-    return result
+    return _Product.apply(states, weight, multiply, multiple)
 
 
 def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:

@@ -16,7 +16,7 @@ before the softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,15 +78,11 @@ class FusedRows(NamedTuple):
 
     It stores no scores. Attention in a row is causal; padding on the right is behind all real tokens. A prompt's
     queries are computed again in each row, so the rows are not used where prompts are much longer than responses.
-
-    tokens: the packed token at each place; 0 at padding.
-    places: where each packed token is in the flattened rows; those of a prompt are in the first of its rows.
-    on_cpu: whether a CPU uses the rows, too: responses are long, and longer than their prompts.
     """
 
-    tokens: Int[Tensor, "rows width"]
-    places: Int[Tensor, " tokens"]
-    on_cpu: bool
+    tokens: Int[Tensor, "rows width"]  # the packed token at each place; 0 at padding
+    places: Int[Tensor, " tokens"]  # of each packed token in the flattened rows; a prompt's are in its first row
+    on_cpu: bool  # whether a CPU uses the rows, too: responses are long, and longer than their prompts
 
     @classmethod
     def build(
@@ -94,9 +90,7 @@ class FusedRows(NamedTuple):
     ) -> FusedRows | None:
         """Returns the rows, or None where products of small matrices are used on every device.
 
-        Args:
-            lengths: of the responses, which follow all prompts in the packed row.
-            prompt_index: the prompt of each response.
+        lengths: of the responses, which follow all prompts in the packed row. prompt_index: the prompt of each.
         """
         longest, longest_prompt = (int(values.max()) if len(values) else 0 for values in (lengths, prompt_lengths))
         if longest * MAX_PROMPTS < max(1, longest_prompt):
@@ -255,7 +249,7 @@ def packed_attention_forward(
         is_plain = softcap is None and sliding_window is None and dtype != torch.float64
         if is_plain and fused is not None and (fused.on_cpu or on_accelerator(query.device)):
             return fused.attend(query, key, value, options.scaling, dtype), None
-        return PackedAttention.apply(query, key, value, layout, options), None
+        return PackedAttention.apply(query, key, value, layout, options, _attend_packed), None
 
 
 AttentionInterface.register(PACKED_IMPLEMENTATION, packed_attention_forward)
@@ -263,70 +257,67 @@ AttentionMaskInterface.register(PACKED_IMPLEMENTATION, sdpa_mask)
 
 
 class PackedAttention(torch.autograd.Function):
-    """The attention of one layer over a packed row; probabilities are kept for the backward, or recomputed."""
+    """The attention of one layer over a packed row.
+
+    `attend` returns the output, and the probabilities of the blocks of each kind of row; the backward computes them
+    again where there are none.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
-    ) -> Tensor:
-        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
-        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
-        out = torch.empty_like(q)
-        kept: list[list[Tensor]] = []
-        for kind in _kinds(layout, k, v):
-            part, probabilities = _attend(kind, kind.rows.to_padded(q), layout, options, (key_heads, width))
-            out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
-            kept.append(probabilities)
-        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
-        return out.view(1, -1, heads, width)
-
-    @staticmethod
-    def remember(
         ctx: Any,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        kept: Sequence[Sequence[Tensor]],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         layout: PackedLayout,
         options: AttentionOptions,
-        sizes: tuple[int, int, int],
-    ) -> None:
-        """Saves the inputs of the backward. `kept`: the probabilities of the blocks of each kind of row, or none."""
-        ctx.save_for_backward(*inputs, *(probability for part in kept for probability in part))
+        attend: Callable[..., tuple[Tensor, Sequence[Sequence[Tensor]]]],
+    ) -> Tensor:
+        sizes = key.shape[1], key.shape[3]  # key heads, and the width of a head
+        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
+        out, kept = attend(q, k, v, layout, options, sizes)
+        ctx.save_for_backward(q, k, v, *(probability for part in kept for probability in part))
         ctx.kept = [len(part) for part in kept]
         ctx.layout, ctx.options, ctx.sizes = layout, options, sizes
+        return out.view(1, len(q), -1, sizes[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
         layout: PackedLayout = ctx.layout
         options: AttentionOptions = ctx.options
-        heads, key_heads, width = ctx.sizes
         grad = grads[0].reshape(q.shape).to(options.dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         to_q[layout.responses.stop :] = 0  # fillers: the backward of invariant attention is this one too
         for kind, count in zip(_kinds(layout, k, v), ctx.kept, strict=True):
             kept, saved = saved[:count], saved[count:]
             rows = kind.rows
-            part = rows.to_padded(grad), rows.to_padded(q), kept
-            gq, gk, gv = _attend_backward(kind, *part, layout, options, (key_heads, width))
+            gq, gk, gv = _attend_backward(kind, rows.to_padded(grad), rows.to_padded(q), kept, options, ctx.sizes)
             to_q[rows.start : rows.stop] = rows.pack(gq)
             _collect(to_k, gk, rows, layout)
             _collect(to_v, gv, rows, layout)
-        return (
-            to_q.view(1, -1, heads, width).transpose(1, 2),
-            to_k.view(1, -1, key_heads, width).transpose(1, 2),
-            to_v.view(1, -1, key_heads, width).transpose(1, 2),
-            None,
-            None,
-        )
+        return *(x.view(1, len(x), -1, ctx.sizes[1]).transpose(1, 2) for x in (to_q, to_k, to_v)), None, None, None
 
 
 def token_major(x: Tensor, dtype: torch.dtype) -> Float[Tensor, "tokens channels"]:
     return x[0].transpose(0, 1).to(dtype).flatten(1)
 
 
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int]
+) -> tuple[Tensor, list[list[Tensor]]]:
+    out, kept = torch.empty_like(q), []
+    for kind in _kinds(layout, k, v):
+        part, probabilities = _attend(kind, kind.rows.to_padded(q), options, sizes)
+        out[kind.rows.start : kind.rows.stop] = kind.rows.pack(part)
+        kept.append(probabilities)
+    return out, kept
+
+
 class _Kind(NamedTuple):
     """Rows of queries with the padded keys and values they attend to; `shared`: those of their prompt come first."""
 
+    layout: PackedLayout
     rows: PaddedRows
     keys: Float[Tensor, "rows keys channels"]
     values: Float[Tensor, "rows keys channels"]
@@ -337,11 +328,11 @@ def _kinds(layout: PackedLayout, k: Tensor, v: Tensor) -> list[_Kind]:
     """Returns the two kinds of rows: prompts attending to themselves, responses to their prompt and themselves."""
     prompts, responses = layout.prompts, layout.responses
     k_prompt, v_prompt = prompts.to_padded(k), prompts.to_padded(v)
-    kinds = [_Kind(prompts, k_prompt, v_prompt, False)]
+    kinds = [_Kind(layout, prompts, k_prompt, v_prompt, False)]
     if responses.width:
         keys = torch.cat([k_prompt.index_select(0, layout.prompt_index), responses.to_padded(k)], dim=1)
         values = torch.cat([v_prompt.index_select(0, layout.prompt_index), responses.to_padded(v)], dim=1)
-        kinds.append(_Kind(responses, keys, values, True))
+        kinds.append(_Kind(layout, responses, keys, values, True))
     return kinds
 
 
@@ -392,18 +383,13 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, options: AttentionOptions) -> Fl
     return scores.view(len(mask), -1, queries, keys).add_(mask)
 
 
-def _attend(
-    kind: _Kind, q: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int]
-) -> tuple[Tensor, list[Tensor]]:
-    """Returns the output rows, and the probabilities of every block if they are few enough to keep.
-
-    sizes: key heads, and the width of a head.
-    """
+def _attend(kind: _Kind, q: Tensor, options: AttentionOptions, sizes: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
+    """Returns the output rows, and the probabilities of every block if they are few enough to keep."""
     rows, queries, channels = q.shape
     heads, keys = channels // sizes[1], kind.keys.shape[1]
     out, kept = torch.empty_like(q), []
     for block in working_blocks(rows, heads, queries, keys, q.device):
-        fq, fk, fv, mask = _inputs(kind, q, layout, options, sizes, block)
+        fq, fk, fv, mask = _inputs(kind, q, options, sizes, block)
         probability = _scores(fq, fk, mask, options).softmax(-1).to(options.dtype)
         product = batched_product(probability.view(len(fq), -1, block.keys), fv)
         out[block.rows, block.queries] = unfold_heads(product, len(mask), mask.shape[2])
@@ -413,26 +399,17 @@ def _attend(
 
 
 def _inputs(
-    kind: _Kind, q: Tensor, layout: PackedLayout, options: AttentionOptions, sizes: tuple[int, int], block: _Block
+    kind: _Kind, q: Tensor, options: AttentionOptions, sizes: tuple[int, int], block: _Block
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns folded queries, keys and values of a block, and its mask."""
+    keys, values = kind.keys[block.rows, : block.keys], kind.values[block.rows, : block.keys]
+    fq, fk, fv = (fold_heads(x, *sizes) for x in (q[block.rows, block.queries], keys, values))
     exact = torch.float64 if options.dtype == torch.float64 else torch.float32
-    return (
-        fold_heads(q[block.rows, block.queries], *sizes),
-        fold_heads(kind.keys[block.rows, : block.keys], *sizes),
-        fold_heads(kind.values[block.rows, : block.keys], *sizes),
-        layout.mask(kind.shared, options.window, exact, block),
-    )
+    return fq, fk, fv, kind.layout.mask(kind.shared, options.window, exact, block)
 
 
 def _attend_backward(
-    kind: _Kind,
-    grad: Tensor,
-    q: Tensor,
-    kept: list[Tensor],
-    layout: PackedLayout,
-    options: AttentionOptions,
-    sizes: tuple[int, int],
+    kind: _Kind, grad: Tensor, q: Tensor, kept: list[Tensor], options: AttentionOptions, sizes: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, queries, channels = q.shape
     blocks = working_blocks(rows, channels // sizes[1], queries, kind.keys.shape[1], q.device)
@@ -443,7 +420,7 @@ def _attend_backward(
     to_k = torch.zeros_like(kind.keys, dtype=sums)
     to_v = torch.zeros_like(kind.values, dtype=sums)
     for index, block in enumerate(blocks):
-        fq, fk, fv, mask = _inputs(kind, q, layout, options, sizes, block)
+        fq, fk, fv, mask = _inputs(kind, q, options, sizes, block)
         fg = fold_heads(grad[block.rows, block.queries], *sizes)
         slope = None
         if not kept or options.softcap is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +21,7 @@ from jaxtyping import Int, Int16
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.architecture import decoder_stack
-from trimtab.trainer.models.families import MIXTURES, Gates
+from trimtab.trainer.models.architecture import MIXTURES, Gates, decoder_stack
 from trimtab.types import ExpertArray
 
 
@@ -42,16 +41,13 @@ class _MixtureLayer(NamedTuple):
 
 def router_info(model: Any) -> RouterInfo:
     """Returns the sizes of a model's mixtures. Raises `TrimtabError` for one that is not in `MIXTURES`."""
-    if not (mixtures := _mixture_layers(model)):
+    if not (mixtures := _mixture_layers(model, required=False)):
         return RouterInfo(0, 0, 0)
     return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
 
 
 def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -> None:
-    """Raises `TrimtabError` if recorded experts (tokens, layers, chosen) do not exist in a model.
-
-    name: what has the record, for the message.
-    """
+    """Raises `TrimtabError` if experts (tokens, layers, chosen) that `name` has recorded do not exist in a model."""
     foreign = routes.size and (routes.min() < 0 or routes.max() >= routers.experts)
     if foreign or routes.shape[1:] != (routers.layers, routers.chosen):
         raise TrimtabError(
@@ -60,13 +56,7 @@ def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -
         )
 
 
-def _require_mixture_layers(model: Any) -> list[_MixtureLayer]:
-    if not (mixtures := _mixture_layers(model)):
-        raise TrimtabError('this model has no experts, so it has no routing: set routing.replay = "none"')
-    return mixtures
-
-
-def _mixture_layers(model: Any) -> list[_MixtureLayer]:
+def _mixture_layers(model: Any, *, required: bool = True) -> list[_MixtureLayer]:
     """Returns the layers with a router, in the order of the forward pass."""
     known = {gates.router: gates for gates in MIXTURES.values()}
     layers: list[_MixtureLayer] = []
@@ -83,6 +73,8 @@ def _mixture_layers(model: Any) -> list[_MixtureLayer]:
             f"cannot replay the routing of this mixture of experts ({', '.join(sorted(unknown))}): "
             f'known are {", ".join(MIXTURES)}; set routing.replay = "none"'
         )
+    if required and not layers:
+        raise TrimtabError('this model has no experts, so it has no routing: set routing.replay = "none"')
     return layers
 
 
@@ -93,7 +85,7 @@ class RoutingTape:
         self._recorded: list[list[Tensor]] = [[] for _ in mixtures]
         self._chosen: int = mixtures[0].router.top_k
 
-    def _record(self, layer: int, _router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _record(self, layer: int, _router: nn.Module, _args: Any, out: tuple[Tensor, ...]) -> None:
         self._recorded[layer].append(out[2].to(torch.int16))
 
     def take(self) -> Int16[Tensor, "tokens layers chosen"]:
@@ -119,10 +111,9 @@ def record_routing(model: Any) -> Iterator[RoutingTape]:
 
     Under `replay_routing` it records what the routers would have chosen themselves, given the replayed choices of the
     previous layers. Leave the context before a backward with gradient checkpointing, which runs the layers again.
-
     Raises `TrimtabError` as `router_info` does, and for a dense model.
     """
-    mixtures = _require_mixture_layers(model)
+    mixtures = _mixture_layers(model)
     tape = RoutingTape(mixtures)
     with ExitStack() as stack:
         for index, mixture in enumerate(mixtures):
@@ -138,15 +129,14 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> I
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
     run outside. The routes are on the device of the model. They are not looked at, which would wait for it: see
-    `require_known_experts`.
-
-    Raises `TrimtabError` as `record_routing` does, and when a layer runs more or less than once inside.
+    `require_known_experts`. Raises `TrimtabError` as `record_routing` does, and when a layer runs more or less than
+    once inside.
     """
-    mixtures = _require_mixture_layers(model)
+    mixtures = _mixture_layers(model)
     layers = [_Replay(index, mixture, routes[:, index].long()) for index, mixture in enumerate(mixtures)]
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(layer.attached())
+            layer.attach(stack)
         yield
     if idle := [str(layer.index) for layer in layers if layer.uses == 0]:
         raise TrimtabError(f"the routing of mixture layers {', '.join(idle)} was never replayed: run the model inside")
@@ -159,20 +149,17 @@ class _Replay:
     index: int
     mixture: _MixtureLayer
     chosen: Int[Tensor, "tokens chosen"]
-    uses: int = field(default=0)
+    uses: int = 0
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attach(self, stack: ExitStack) -> None:
         layer = self.mixture.layer
-        with ExitStack() as stack:
-            if getattr(layer, "gradient_checkpointing", False) and layer.training:
-                # Bound to the call, not to the context: the recomputation may run after this context was left.
-                original = layer._gradient_checkpointing_func
-                layer._gradient_checkpointing_func = partial(self._checkpoint, original)
-                stack.callback(setattr, layer, "_gradient_checkpointing_func", original)
-            else:
-                stack.callback(self.mixture.router.register_forward_hook(self._count_and_replace).remove)
-            yield
+        if getattr(layer, "gradient_checkpointing", False) and layer.training:
+            # Bound to the call, not to the context: the recomputation may run after this context was left.
+            original = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = partial(self._checkpoint, original)
+            stack.callback(setattr, layer, "_gradient_checkpointing_func", original)
+        else:
+            stack.callback(self.mixture.router.register_forward_hook(self._count_and_replace).remove)
 
     def _checkpoint(self, original: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
         self._count()
@@ -196,10 +183,8 @@ class _Replay:
         self._count()
         return self._replace(*call)
 
-    def _replace(
-        self, router: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, _, _ = out
+    def _replace(self, router: nn.Module, _args: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        scores = out[0]
         if len(scores) != len(self.chosen):
             raise TrimtabError(
                 f"routes of {len(self.chosen)} tokens do not belong to this forward, which runs {len(scores)}"

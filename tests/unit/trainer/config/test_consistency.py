@@ -17,7 +17,7 @@ from trimtab.objectives.lookup import from_section
 from trimtab.trainer import environments, requirements, rewards, run, tasks
 from trimtab.trainer.config import consistency, load_config, recipe_names, recipes
 from trimtab.trainer.ranks import RankGroup
-from trimtab.trainer.requirements import check_recipe, check_task
+from trimtab.trainer.requirements import check_recipe, task_contradictions
 from trimtab.trainer.rewards import Response
 from trimtab.trainer.run import build_parts
 from trimtab.types import Problem
@@ -322,7 +322,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
 def test_a_task_without_problems_is_refused() -> None:
     config, task = load_config("laboratory"), tasks.build("sort")
     with pytest.raises(TrimtabError, match=NO_PROBLEMS):
-        check_task(config, type(task)(**{**vars(task), "train": ()}), (), ())
+        consistency.refuse(task_contradictions(config, type(task)(**{**vars(task), "train": ()}), (), ()))
 
 
 def test_a_reward_with_the_name_of_a_metric_is_refused() -> None:

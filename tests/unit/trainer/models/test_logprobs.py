@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trimtab.errors import TrimtabError
 from trimtab.trainer.models import fused_head
 from trimtab.trainer.models import packed_attention as attention_room
-from trimtab.trainer.models.families import FAMILIES
+from trimtab.trainer.models.architecture import FAMILIES
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
 

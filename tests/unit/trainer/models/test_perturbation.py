@@ -17,9 +17,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models import invariant, logprobs, perturbed_layer
-from trimtab.trainer.models.architecture import decoder_stack, is_block, model_parts
-from trimtab.trainer.models.families import FAMILIES
+from trimtab.trainer.models import invariant, logprobs
+from trimtab.trainer.models import perturbation as perturbation_module
+from trimtab.trainer.models.architecture import FAMILIES, decoder_stack, is_block, model_parts
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.noise import normals
 from trimtab.trainer.models.perturbation import Perturbation, PerturbationCoverage
@@ -179,7 +179,7 @@ def test_recomputation_inside_another_draw_uses_its_own_noise() -> None:
 def test_recomputation_without_noise_is_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a checkpointing wrapper that we do not know of must not lead to silently wrong gradients."""
     monkeypatch.setattr(
-        perturbed_layer.PerturbedLayer, "_checkpoint", lambda _, original, run, *args: original(run, *args)
+        perturbation_module.PerturbedLayer, "_checkpoint", lambda _, original, run, *args: original(run, *args)
     )
     model = build("llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -227,20 +227,16 @@ def test_adapters_are_perturbed_like_their_base(dtype: torch.dtype) -> None:
     assert (perturbation.log_sigma.grad != 0).all()
 
 
-@pytest.mark.parametrize("layers", ["some", "0-1,", "0,0-1", "0,2", "0-2", "1-0"])
-def test_layers_that_the_model_does_not_have_are_refused(layers: str) -> None:
-    with pytest.raises(TrimtabError, match=f"layers '{layers}'"):
-        Perturbation(build("llama"), layers)
-
-
-@pytest.mark.parametrize("std", [[0.1], [0.1, -0.1], -1.0, float("nan")])
-def test_standard_deviations_that_do_not_fit_are_refused(std: float | list[float]) -> None:
-    with pytest.raises(TrimtabError, match="perturbation std"):
-        Perturbation(build("llama"), "all", std)
-
-
-def test_attaching_twice_is_refused() -> None:
-    perturbation = Perturbation(build("llama"))
+def test_what_does_not_fit_is_refused() -> None:
+    """Layers that the model does not have, other standard deviations, and attaching twice."""
+    model = build("llama")
+    for layers in ("some", "0-1,", "0,0-1", "0,2", "0-2", "1-0"):
+        with pytest.raises(TrimtabError, match=f"layers '{layers}'"):
+            Perturbation(model, layers)
+    for std in ([0.1], [0.1, -0.1], -1.0, float("nan")):
+        with pytest.raises(TrimtabError, match="perturbation std"):
+            Perturbation(model, "all", std)
+    perturbation = Perturbation(model)
     with perturbation.attached(seed=4), pytest.raises(TrimtabError, match="attached already, with seed 4"):
         perturbation.attached(seed=5).__enter__()
 
@@ -355,7 +351,7 @@ def test_small_noise_reaches_the_products_unless_the_stream_rounds_it_away(
     """The planted fault is the obvious way: a bfloat16 stream. The measure must call that a no-op."""
     model = large_entries(build(kind, dtype=BF16))
     kept = changed(model, layers="0", std=4e-4)
-    monkeypatch.setattr(perturbed_layer, "stream_dtype", lambda dtype: dtype)
+    monkeypatch.setattr(perturbation_module, "stream_dtype", lambda dtype: dtype)
     lost = changed(model, layers="0", std=4e-4)
     assert lost == {"0": 0.0}
     if kind == "olmo2":  # no norm before its attention: a bfloat16 product sees what a bfloat16 stream would hold

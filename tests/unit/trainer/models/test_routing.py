@@ -12,7 +12,7 @@ from tests.unit.trainer.models.test_logprobs import PROMPT_INDEX, PROMPTS, RESPO
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.families import MIXTURES
+from trimtab.trainer.models.architecture import MIXTURES
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.perturbation import Perturbation
 from trimtab.trainer.models.routing import (
@@ -174,31 +174,25 @@ def test_record_under_replay_is_the_routers_own_choice() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft, of the stacked experts it leaves out
-def test_adapters_on_everything_replay() -> None:
+@pytest.mark.parametrize(
+    "targets",
+    [{"target_modules": "all-linear"}, {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}],
+    ids=["everything", "router"],
+)
+def test_models_with_adapters_replay(targets: dict[str, Any]) -> None:
+    """Where the router's own weight is adapted, it is wrapped, and still the one that is asked."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(build("qwen3_moe"), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model: Any = get_peft_model(build("qwen3_moe"), LoraConfig(r=2, task_type="CAUSAL_LM", **targets))
     assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
     free = score(model, batch(), record=True)
     again = score(model, batch(), routes=free.routes)
     assert torch.equal(free.logp, again.logp)
-    assert (score(model, batch(), routes=other(free.routes)).logp - free.logp).abs().max() > 1e-3  # type: ignore[arg-type]
-
-
-def test_adapters_on_a_router_replay() -> None:
-    """The router's own weight is adapted: it is wrapped, and still the one that is asked."""
-    from peft import LoraConfig, get_peft_model
-
-    adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate.weight"], task_type="CAUSAL_LM")
-    model: Any = get_peft_model(build("qwen3_moe"), adapters)
-    assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
-    free = score(model, batch(), record=True)
-    again = score(model, batch(), routes=free.routes)
-    assert torch.equal(free.logp, again.logp)
+    assert (score(model, batch(), routes=other(free.routes)).logp - free.logp).abs().max() > 1e-3
     again.logp.sum().backward()
-    trained = [p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name]
-    assert len(trained) == LAYERS
-    assert all(grad is not None and grad.abs().max() > 0 for grad in trained)
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name}
+    assert len([name for name in trained if "mlp.gate." in name]) == LAYERS
+    assert all(grad is not None and grad.abs().max() > 0 for grad in trained.values())
 
 
 def routes_of(tokens: int) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.support.triton_support import DTYPES, INSTALLED, INTERPRETED
 
-from trimtab.trainer.models.invariant.kernels import attention_kernel, matmul_kernel, row_kernels
+from trimtab.trainer.models.invariant.kernels import attention_kernel, row_kernels
 from trimtab.trainer.models.packed_attention import PackedLayout
 
 if not INSTALLED or INTERPRETED or sys.platform != "linux":
@@ -22,7 +22,7 @@ if not INSTALLED or INTERPRETED or sys.platform != "linux":
     )
 
 KERNELS = [
-    (matmul_kernel, "_product"),
+    (row_kernels, "_product"),
     (row_kernels, "_rms_norm"),
     (row_kernels, "_silu"),
     (row_kernels, "_tiles"),
@@ -72,7 +72,7 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: An
 def products(dtype: torch.dtype) -> None:
     a, b = torch.zeros(70, 150, dtype=dtype), torch.zeros(40, 150, dtype=dtype)
     for rows in (a, a[:1], a[:16], a[:17], a[1:], a[::2], torch.zeros(150, 70, dtype=dtype).T):
-        matmul_kernel.batch_invariant_matmul(rows, b)
+        row_kernels.batch_invariant_matmul(rows, b)
 
 
 def rows(dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.trainer.models import fused_head
 from trimtab.trainer.models.architecture import ModelParts
-from trimtab.trainer.models.invariant.kernels import matmul_kernel, row_kernels
+from trimtab.trainer.models.invariant.kernels import row_kernels
 from trimtab.trainer.models.invariant.kernels.row_kernels import add_exponentials, rms_norm
 from trimtab.trainer.models.matmul import linear_by
 
@@ -85,7 +85,7 @@ def test_gradients() -> None:
     leaves = [x.clone().requires_grad_() for x in (states, weight, scale)]
     probe = random(2, 5, 7, seed=3)
     normal = rms_norm(leaves[0], leaves[2], 1e-5)
-    (linear_by(matmul_kernel.batch_invariant_matmul, normal, leaves[1], None) * probe).sum().backward()
+    (linear_by(row_kernels.batch_invariant_matmul, normal, leaves[1], None) * probe).sum().backward()
     exact = [x.double().requires_grad_() for x in (states, weight, scale)]
     normal = exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-5).rsqrt() * exact[2]
     ((normal @ exact[1].T) * probe).sum().backward()

@@ -10,9 +10,8 @@ import torch
 from tests.support.triton_support import DTYPES, INTERPRETED, REASON, close, differences, tile_products  # noqa: F401
 from torch import Tensor
 
-from trimtab.trainer.models.invariant.kernels import matmul_kernel
-from trimtab.trainer.models.invariant.kernels.matmul_kernel import Tile, batch_invariant_matmul
-from trimtab.trainer.models.invariant.kernels.row_kernels import rms_norm, silu
+from trimtab.trainer.models.invariant.kernels import row_kernels
+from trimtab.trainer.models.invariant.kernels.row_kernels import Tile, batch_invariant_matmul, rms_norm, silu
 
 if not INTERPRETED:
     pytest.skip(REASON, allow_module_level=True)
@@ -56,13 +55,13 @@ def split(a: Tensor, b: Tensor) -> Tensor:
 
 def tuned(a: Tensor, b: Tensor) -> Tensor:
     """Few rows get a tile of their own."""
-    usual = matmul_kernel.TILES[a.dtype]
+    usual = row_kernels.TILES[a.dtype]
     if len(a) < 16:
-        matmul_kernel.TILES[a.dtype] = Tile(16, 64, 16, warps=4, stages=2)
+        row_kernels.TILES[a.dtype] = Tile(16, 64, 16, warps=4, stages=2)
     try:
-        return matmul_kernel.batch_invariant_matmul(a, b)
+        return row_kernels.batch_invariant_matmul(a, b)
     finally:
-        matmul_kernel.TILES[a.dtype] = usual
+        row_kernels.TILES[a.dtype] = usual
 
 
 def rounded_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ def test_a_tile_chosen_by_the_number_of_rows_changes_the_launch(monkeypatch: pyt
         def __getitem__(self, _: object) -> Callable[..., None]:
             return lambda *arguments, **options: launches.append((arguments[6:], options))
 
-    monkeypatch.setattr(matmul_kernel, "_product", Recorder())
+    monkeypatch.setattr(row_kernels, "_product", Recorder())
     b = random(40, 150, seed=1)
     for rows in (1, 15, 16, 17, 300):
         batch_invariant_matmul(random(rows, 150), b)

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.models.invariant.kernels import as_aligned, attention_kernel, matmul_kernel, row_kernels
+from trimtab.trainer.models.invariant.kernels import as_aligned, attention_kernel, row_kernels
 
 
 def test_tensors_of_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(TrimtabError, match="run on CUDA, got a tensor on cpu; move it there"):
-        matmul_kernel.batch_invariant_matmul(torch.zeros(2, 4), torch.zeros(2, 4))
+        row_kernels.batch_invariant_matmul(torch.zeros(2, 4), torch.zeros(2, 4))
     with pytest.raises(TrimtabError, match=r"got torch.float64; change model.dtype"):
         row_kernels.silu(torch.zeros(2, dtype=torch.float64))
     with pytest.raises(TrimtabError, match="of one type on one device"):
-        matmul_kernel.batch_invariant_matmul(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bfloat16))
+        row_kernels.batch_invariant_matmul(torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed here")
 @pytest.mark.parametrize(
     ("module", "kernel"),
-    [(matmul_kernel, "_product"), (row_kernels, "_silu"), (row_kernels, "_tiles"), (attention_kernel, "_attend")],
+    [(row_kernels, "_product"), (row_kernels, "_silu"), (row_kernels, "_tiles"), (attention_kernel, "_attend")],
 )
 def test_without_triton_a_launch_says_how_to_install_it(module: ModuleType, kernel: str) -> None:
     with pytest.raises(TrimtabError, match=r"needs Triton, which is not installed: pip install triton$"):

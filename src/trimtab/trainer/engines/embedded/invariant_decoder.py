@@ -19,6 +19,7 @@ from trimtab.trainer.engines.embedded.decoder import PrefillPlan, PromptGrid, pr
 from trimtab.trainer.engines.embedded.sampling import SampledTokens
 from trimtab.trainer.models.architecture import model_parts
 from trimtab.trainer.models.fused_head import head_logits, log_probs, pack_head
+from trimtab.trainer.models.invariant import pack_layers, use_packed
 from trimtab.trainer.models.invariant.invariant_attention import (
     KEY_BLOCK,
     CachedAttention,
@@ -31,7 +32,6 @@ from trimtab.trainer.models.invariant.invariant_attention import (
     query_rows,
     round_up,
 )
-from trimtab.trainer.models.invariant.invariant_layers import pack_layers, use_packed
 from trimtab.trainer.models.invariant.kernels import use_triton
 from trimtab.trainer.models.packed_attention import AttentionOptions, PackedLayout
 

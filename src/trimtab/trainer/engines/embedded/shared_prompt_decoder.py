@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from trimtab.errors import TrimtabWarning
 from trimtab.trainer.engines.embedded.decoder import ExpertRecorder, PrefillPlan, PromptGrid, prefill_blocks
-from trimtab.trainer.models.families import FAMILIES, Family
+from trimtab.trainer.models.architecture import FAMILIES, Family
 from trimtab.trainer.models.matmul import FastLinear, inference_linear, on_accelerator, packed_weight, product_dtype
 
 # Rotary types whose angles depend on the position alone and not on the length of the longest sequence so far.

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from trimtab.errors import TrimtabError
+from trimtab.trainer.models.architecture import INVARIANT_IMPLEMENTATION
 from trimtab.trainer.models.invariant.kernels import KEY_BLOCK, attention_kernel, use_triton
 from trimtab.trainer.models.packed_attention import (
     MAX_SAVED_SCORES,
@@ -37,7 +38,6 @@ from trimtab.trainer.models.packed_attention import (
     working_blocks,
 )
 
-INVARIANT_IMPLEMENTATION = "trimtab-invariant"
 # Attention to a cache, in place of a layout (engines/embedded/invariant_decoder.py): (layer, queries, keys, values,
 # scaling) -> output, all of shape (tokens, heads x width).
 CachedAttention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -64,7 +64,9 @@ def invariant_attention_forward(
     dtype = value.dtype
     with torch.autocast(query.device.type, enabled=False):
         if isinstance(layout, PackedLayout):
-            return _Packed.apply(query, key, value, layout, AttentionOptions(scale, None, None, dtype)), None
+            options = AttentionOptions(scale, None, None, dtype)
+            # The backward is the native one: a sampler computes no gradients.
+            return PackedAttention.apply(query, key, value, layout, options, attend_packed), None
         q, k, v = (token_major(x, dtype) for x in (query, key, value))
         out = layout(module.layer_idx, q, k, v, scale)  # pyright: ignore[reportArgumentType]
         return out.view(1, -1, heads, width), None
@@ -150,20 +152,6 @@ class _Keys(NamedTuple):
         return self.keys.shape[1] if self.lengths is not None else min(round_up(last, KEY_BLOCK), self.keys.shape[1])
 
 
-class _Packed(PackedAttention):
-    """Attention of a packed micro-batch. The backward is the native one: a sampler computes no gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
-    ) -> Tensor:
-        heads, key_heads, width = query.shape[1], key.shape[1], query.shape[3]
-        q, k, v = (token_major(x, options.dtype) for x in (query, key, value))
-        out, kept = attend_packed(q, k, v, layout, options, (key_heads, width))
-        PackedAttention.remember(ctx, (q, k, v), kept, layout, options, (heads, key_heads, width))
-        return out.view(1, -1, heads, width)
-
-
 def attend_packed(
     q: Float[Tensor, "tokens channels"],
     k: Float[Tensor, "tokens key_channels"],
@@ -215,7 +203,9 @@ def _attend(
             :, : len(queries)
         ].to(options.dtype)
         if len(queries) == rows.width and rows.batch * heads * rows.width * keys <= MAX_SAVED_SCORES:
-            kept.append(_probabilities(exponentials, total, parts, (len(some), heads, len(queries)), options))
+            joint = torch.cat([one[..., : part.width] for one, part in zip(exponentials, parts, strict=True)], -1)
+            grid = joint.div_(total[..., None]).view(len(some), heads, -1, keys)
+            kept.append(grid[:, :, : len(queries)].to(options.dtype).contiguous())
     return out, kept
 
 
@@ -239,16 +229,3 @@ def _block(
         result = accumulate(exponentials[-1], values, result)
     assert result is not None
     return exponentials, *result
-
-
-def _probabilities(
-    exponentials: Sequence[Tensor],
-    total: Tensor,
-    parts: Sequence[_Keys],
-    shape: tuple[int, int, int],
-    options: AttentionOptions,
-) -> Float[Tensor, "rows heads queries keys"]:
-    rows, heads, queries = shape
-    joint = torch.cat([weights[..., : part.width] for weights, part in zip(exponentials, parts, strict=True)], -1)
-    grid = joint.div_(total[..., None]).view(rows, heads, -1, joint.shape[-1])
-    return grid[:, :, :queries].to(options.dtype).contiguous()

@@ -9,11 +9,11 @@ which are added block by block in order, in float32.
 A row's bits do not depend on the other rows, on the number of queries in a program, or on prefill or decoding:
 - Scores, sums over a block and weighted values are computed on tiles of one shape; in decoding, a program's tile is
   padded with copies of its last query. (A kernel for single queries sums in another order:
-  vllm-project/flash-attention#169.) All rows of a tile are computed alike; see `matmul_kernel.batch_invariant_matmul`.
+  vllm-project/flash-attention#169.) All rows of a tile are computed alike; see `row_kernels.batch_invariant_matmul`.
 - Keys that a row does not attend to have exponential 0 and add exactly 0, whether they belong to other queries
   (prefill) or do not exist yet (decoding). Values must be finite: 0 times infinity is NaN.
 - Where a block starts depends on the text alone. Splitting the keys over programs by their number or by the batch size
-  would change the order of the sum; splits of a fixed size (as in the article that `matmul_kernel` cites) or none at
+  would change the order of the sum; splits of a fixed size (as in the article that `row_kernels` cites) or none at
   all, as here, do not. The cost is speed for long rows in small batches.
 """
 
@@ -102,14 +102,10 @@ def attend(
     group, sequences = heads // key_heads, len(queries.counts)
     tiles = ceil_divide(queries.longest, tile.queries // group)
     if sequences and tiles:
-        prompt_key, prompt_value = _stored(prompt.key, prompt), _stored(prompt.value, prompt)
-        response_key, response_value = _stored(response.key, response), _stored(response.value, response)
         _attend[(sequences * tiles, key_heads)](
-            *(query, out, prompt_key.data, prompt_value.data, response_key.data, response_value.data),
-            *(numbers.long().contiguous() for numbers in queries[:4]),
-            *(prompt_key.start, prompt_value.start, response_key.start, response_value.start),
-            *(prompt_key.head, prompt_key.token, prompt_value.head, prompt_value.token),
-            *(response_key.head, response_key.token, response_value.head, response_value.token),
+            *(query, out, *(numbers.long().contiguous() for numbers in queries[:4])),
+            *(*_stored(prompt.key, prompt), *_stored(prompt.value, prompt)),
+            *(*_stored(response.key, response), *_stored(response.value, response)),
             *(tiles, scaling, width, group, key_heads),
             *(tile.queries, KEY_BLOCK, max(16, power_of_2(width)), is_interpreted()),
             num_warps=tile.warps,
@@ -154,21 +150,15 @@ def _lengths(rows: PaddedRows, device: torch.device) -> Int[Tensor, " rows"]:
     return counts.index_add_(0, rows.slots // rows.width, torch.ones_like(rows.slots))
 
 
-class _Stored(NamedTuple):
-    """A tensor with the start of each sequence and the strides of heads and tokens, all in elements."""
+def _stored(data: Tensor, keys: StoredKeys) -> tuple[Tensor, Int[Tensor, " sequences"], int, int]:
+    """Returns a tensor, the start of each sequence in it, and the strides of heads and tokens, all in elements.
 
-    data: Tensor
-    start: Int[Tensor, " sequences"]
-    head: int
-    token: int
-
-
-def _stored(data: Tensor, keys: StoredKeys) -> _Stored:
-    """Returns the tensor, copied unless every row of a head is aligned, so that one kernel variant reads all."""
+    It is copied unless every row of a head is aligned, so that one kernel variant reads all.
+    """
     if data.stride(3) != 1 or data.data_ptr() % 16 or any(stride % 8 for stride in data.stride()[:3]):
         data = as_aligned(data)
     row, head, token, _ = data.stride()
-    return _Stored(data, keys.row.long() * row + keys.first * token, head, token)
+    return data, keys.row.long() * row + keys.first * token, head, token
 
 
 # One line for each group of arguments.
@@ -185,11 +175,11 @@ def _stored(data: Tensor, keys: StoredKeys) -> _Stored:
 )
 @no_type_check
 def _attend(
-    query, out, prompt_key, prompt_value, response_key, response_value,
-    first_query, query_count, prompt_seen, response_seen,
-    prompt_key_start, prompt_value_start, response_key_start, response_value_start,
-    prompt_key_head, prompt_key_token, prompt_value_head, prompt_value_token,
-    response_key_head, response_key_token, response_value_head, response_value_token,
+    query, out, first_query, query_count, prompt_seen, response_seen,
+    prompt_key, prompt_key_start, prompt_key_head, prompt_key_token,
+    prompt_value, prompt_value_start, prompt_value_head, prompt_value_token,
+    response_key, response_key_start, response_key_head, response_key_token,
+    response_value, response_value_start, response_value_head, response_value_token,
     tiles, scaling, width,
     GROUP: tl.constexpr, KEY_HEADS: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr,
@@ -270,8 +260,27 @@ def _add(
         part = tl.exp(scores - top[:, None])
         total += tl.sum(part, axis=1)
         values = _block(value, value_distance, start, keys, width, KEYS, WIDTH)
-        result = _weigh(part, values, result, WIDEN)
+        weights = part.to(values.dtype)
+        if WIDEN:
+            weights = weights.to(tl.float32)
+            values = values.to(tl.float32)
+        result = tl.dot(weights, values, result, input_precision="ieee")
     return total, result
+
+
+@jit()
+@no_type_check
+def _scores(
+    rows, base, distance, start, keys, seen, scaling, width,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr,
+):
+    """Returns (QUERIES, KEYS) scores of the keys from `start` on; -inf for keys that a row does not attend to."""
+    block = _block(base, distance, start, keys, width, KEYS, WIDTH)
+    if WIDEN:
+        block = block.to(tl.float32)
+    scores = tl.dot(rows, tl.trans(block), input_precision="ieee") * scaling
+    key = start + tl.arange(0, KEYS)
+    return tl.where(key[None, :] < seen[:, None], scores, float("-inf"))
 
 
 # fmt: on
@@ -304,38 +313,3 @@ def _block(base, distance, start, keys, width, KEYS: tl.constexpr, WIDTH: tl.con
     where = tl.multiple_of(key * distance, [8])
     inside = (key < keys)[:, None] & (place < width)[None, :]
     return tl.load(base + where[:, None] + place[None, :], mask=inside, other=0.0)
-
-
-@jit()
-@no_type_check
-def _scores(
-    rows,
-    base,
-    distance,
-    start,
-    keys,
-    seen,
-    scaling,
-    width,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """Returns (QUERIES, KEYS) scores of the keys from `start` on; -inf for keys that a row does not attend to."""
-    block = _block(base, distance, start, keys, width, KEYS, WIDTH)
-    if WIDEN:
-        block = block.to(tl.float32)
-    scores = tl.dot(rows, tl.trans(block), input_precision="ieee") * scaling
-    key = start + tl.arange(0, KEYS)
-    return tl.where(key[None, :] < seen[:, None], scores, float("-inf"))
-
-
-@jit()
-@no_type_check
-def _weigh(part, values, result, WIDEN: tl.constexpr):
-    """Returns `result` plus exponentials times values, both in the dtype of the values."""
-    weights = part.to(values.dtype)
-    if WIDEN:
-        weights = weights.to(tl.float32)
-        values = values.to(tl.float32)
-    return tl.dot(weights, values, result, input_precision="ieee")
