@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.files import replace_file, writing
+from trimtab.files import readable_errors, replace_file
 from trimtab.objectives import PolicyLogps
 from trimtab.text import json_value
 
@@ -99,7 +99,8 @@ class Dump:
             warnings.warn(text, TrimtabWarning, stacklevel=3)
 
     def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
-        with writing(self.folder / name, "log-probs") as path:
+        path = self.folder / name
+        with readable_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, "".join(json.dumps(row) + "\n" for row in batch).encode())
         return path
@@ -114,6 +115,6 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
     later = [(path, int(name[2])) for path, name in names if name and int(name[1]) >= step]
     if not later or any(other == rank for _, other in later):
         return bool(later)
-    with writing(folder, "log-probs"), tempfile.TemporaryFile(dir=folder) as file:
+    with readable_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
         ahead = os.fstat(file.fileno()).st_mtime - time.time()  # of the clock that dates files, which may be a server's
     return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, GuardStop, Status, TrimtabError, TrimtabWarning, did_you_mean
-from trimtab.files import writing
+from trimtab.files import readable_errors
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.collapse_signs import WATCHED, first_sign
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
@@ -216,7 +216,7 @@ class Monitor:
     def _write_sample(self, out: Path, *, whole: bool) -> None:
         if len(self._sample):
             path = out / ("sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl")
-            with writing(path, "figures"):
+            with readable_errors(path):
                 (self._sample.write if whole else self._sample.flush)(path)
 
     def _finish(self) -> None:
@@ -241,7 +241,7 @@ class Monitor:
         if self._out is not None and self._rank == 0:
             row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
             path = self._out / "metrics.jsonl"
-            with writing(path, "figures"), path.open("a", encoding="utf-8") as file:
+            with readable_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(json_value(row)) + "\n")
         if self._stop_on and not self._stopped:
             self._stopped = self._reason_to_stop()
@@ -299,7 +299,7 @@ def _new_folder(folder: Path) -> Path:
     while any(new.glob("metrics.jsonl")) or any(new.glob("sample*.jsonl")):
         number += 1
         new = folder.with_name(f"{folder.name}_{number}")  # `trimtab diagnose` reads all that is in a folder
-    with writing(new, "figures"):
+    with readable_errors(new):
         new.mkdir(parents=True, exist_ok=True)
     return new
 

@@ -77,7 +77,7 @@ def test_a_directory_without_a_run_may_hold_other_things(tmp_path: Path) -> None
 
 def test_a_file_in_the_way_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    with pytest.raises(TrimtabError, match=r"cannot create .*out.*; choose another --out"):
+    with pytest.raises(TrimtabError, match=r"cannot create .*out: File exists; .* choose another folder"):
         RunDirectory.create(tmp_path / "out", CONFIG)
 
 
