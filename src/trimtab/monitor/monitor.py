@@ -42,7 +42,6 @@ class Monitor:
 
     out: a folder for `metrics.jsonl` (one object per step) and `sample.jsonl` (which `trimtab diagnose` reads), both
         written at every step; None writes nothing.
-    every: measures the steps whose number is a multiple of it.
     on_alarm: is called with each alarm; by default it is a `TrimtabWarning`.
     sample_tokens: trained tokens of the sample, on each rank.
     process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
@@ -63,15 +62,12 @@ class Monitor:
         self,
         out: str | Path | None = None,
         *,
-        every: int = 1,
         on_alarm: Callable[[Alarm], None] | None = None,
         sample_tokens: int = 200_000,
         process_group: dist.ProcessGroup | None = None,
         merge_ranks: bool = True,
         stop_on: Collection[str] = (),
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
         self._stop_on = checked_signs(stop_on)
         if self._stop_on:
             exit_when_stopped()
@@ -79,7 +75,6 @@ class Monitor:
         self._merge_ranks = merge_ranks
         self._distributed, self._rank = False, 0
         self._folder = None if out is None else Path(out).absolute()
-        self._every = every
         self._on_alarm = on_alarm or warn
         self._sample_tokens = sample_tokens
         self._begin_run()
@@ -121,8 +116,6 @@ class Monitor:
         `ValueError` for another type, shape or device, `TrimtabError` if it cannot write, `GuardStop` for `stop_on`.
         """
         step = _whole("step", step)
-        if step % self._every:
-            return {}
         check_batch(mask, **{"logp_train": logp_train, "logp_rollout": logp_rollout, "response_ids": response_ids})
         columns = {"group": group, "reward": reward, "advantage": advantage}
         for name, column in {**columns, "truncated": truncated}.items():
@@ -178,10 +171,7 @@ class Monitor:
         """The worst status of all alarms so far: `ok`, `note` (may matter) or `fail`, and what to do."""
         raised = sorted(self._raised.values(), key=lambda alarm: alarm.step)
         status = STATUSES[max((STATUSES.index(alarm.status) for alarm in raised), default=0)]
-        if self._out is None:
-            diagnose = "give out=FOLDER and run `trimtab diagnose FOLDER`"
-        else:
-            diagnose = f"run `trimtab diagnose {self._out}`"
+        diagnose = f"{'' if self._out else 'give out=FOLDER and '}run `trimtab diagnose {self._out or 'FOLDER'}`"
         if not self._history.count and self._current is None:
             return Finding("note", "monitor", "no step was observed", "call `observe` at every step")
         if not raised:

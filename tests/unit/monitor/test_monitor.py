@@ -94,13 +94,6 @@ def test_an_alarm_is_a_warning_by_default() -> None:
     assert "step 4: k3-large" in " ".join(str(one.message) for one in warned)
 
 
-def test_only_multiples_of_every_are_measured() -> None:
-    monitor = Monitor(every=5)
-    assert [bool(monitor.observe(**batch(step))) for step in range(11)] == [step % 5 == 0 for step in range(11)]
-    with pytest.raises(ValueError, match="every"):
-        Monitor(every=0)
-
-
 def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path)
     parts = [batch(step) for step in range(3)]

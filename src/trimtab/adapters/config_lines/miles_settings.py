@@ -63,7 +63,7 @@ def _surrogate(built: Objective) -> Settings:
 def _weight(weight: Weight) -> Settings:
     """Returns flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
     if weight.level not in LEVELS or weight.over == "current":
-        raise no_weight(weight, "Miles")
+        raise no_weight(weight)
     built_in = {}
     if weight.level == "token" and not weight.normalize:
         custom = {"--custom-tis-function-path": ICEPOP} if weight.bound == "mask" else {}
@@ -90,4 +90,4 @@ def _mask(rule: Mask) -> Settings:
     if isinstance(rule, OPSM) and rule.sign == "negative":
         remark = "# differs: Miles compares with π_old, not with the sampler"
         return Settings({"--use-opsm": "", "--opsm-delta": f"{rule.delta:g}"}, (remark,))
-    raise no_mask(rule, "Miles")
+    raise no_mask(rule)

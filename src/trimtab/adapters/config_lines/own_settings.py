@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trimtab.corrections import OPSM, TURN_LEVELS, Band, Divergence, Mask, Veto, Weight
+from trimtab.corrections import Mask, Weight
 from trimtab.objectives import Objective
 
 UNBOUNDED = 1e9
@@ -33,36 +33,12 @@ def no_term(built: Objective) -> Absent:
     return Absent(f"no term {built.surrogate.equation('r')}")
 
 
-def no_weight(weight: Weight, name: str) -> Absent:
-    if weight.over == "current":
-        return Absent(f"{name} has no weight on π/μ")
-    if weight.level not in LEVELS:
-        return Absent(f"{name} has no weight for each {_unit(weight.level)}")
-    return Absent(f"{name} has no {weight.level} weight")
+def no_weight(weight: Weight) -> Absent:
+    return Absent(f"no weight {weight.equation()}{', w = π/μ' if weight.over == 'current' else ''}")
 
 
-def no_mask(rule: Mask, name: str) -> Absent:
-    """Returns why a trainer cannot have a rejection rule, which it may have in another form."""
-    if isinstance(rule, Band | Divergence) and rule.over == "current":
-        return Absent(f"{name} has no mask on π/μ")
-    if isinstance(rule, Band):
-        if rule.level not in LEVELS:
-            return Absent(f"{name} has no mask for each {_unit(rule.level)}")
-        return Absent(f"{name} has no {rule.level} mask [{rule.min:g}, {rule.max:g}]")
-    if isinstance(rule, Divergence):
-        of = f"{rule.kind} of a token" if rule.reduce == "token" else f"{rule.reduce} {rule.kind} of a response"
-        return Absent(f"{name} has no mask on the {of} ({rule.max:g})")
-    if isinstance(rule, Veto) and (rule.of, rule.over) != ("ratio", "proximal"):
-        policy = "π_old" if rule.over == "proximal" else "π"
-        return Absent(f"{name} has no veto on {policy}{'/μ' if rule.of == 'ratio' else ''}")
-    if isinstance(rule, OPSM):
-        sign = "" if rule.sign == "negative" else f" of A {'>' if rule.sign == 'positive' else '≠'} 0"
-        return Absent(f"{name} has no OPSM{sign}")
-    return Absent(f"no mask: keep where {rule.equation()}")
-
-
-def _unit(level: str) -> str:
-    return "turn" if level in TURN_LEVELS else "prefix"
+def no_mask(rule: Mask) -> Absent:
+    return Absent(f"no mask that keeps where {rule.equation()}")
 
 
 def unset_remarks(built: Objective, name: str) -> list[str]:

@@ -101,7 +101,7 @@ def _surrogate(built: Objective) -> Settings:
 
 def _weight(weight: Weight) -> Settings:
     if weight.level not in ("token", "sequence") or weight.over == "current":
-        raise no_weight(weight, "TRL")
+        raise no_weight(weight)
     form, key = "mask" if weight.bound == "mask" else "truncate", "vllm_importance_sampling"
     options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": repr(weight.high)}
     options |= {f"{key}_clip_min": repr(weight.low)} if weight.low > 0 else {}
@@ -111,4 +111,4 @@ def _weight(weight: Weight) -> Settings:
 def _mask(rule: Mask) -> Settings:
     if isinstance(rule, OPSM) and rule.sign == "negative":
         return Settings({"off_policy_mask_threshold": repr(rule.delta)})
-    raise no_mask(rule, "TRL")
+    raise no_mask(rule)

@@ -80,7 +80,7 @@ def _dppo(built: Objective) -> dict[str, str]:
         and rule.kind in losses
         and not more
     ):
-        raise Absent(f"no mask over π/μ: keep where {built.masks[0].equation()}")
+        raise no_mask(rule)
     bound = f"{rule.max:g}"
     ceiling = f"{min(built.surrogate.ceiling, UNBOUNDED):g}"
     return {"loss_mode": losses[rule.kind], "clip_ratio_low": bound, "clip_ratio_high": bound, "clip_ratio_c": ceiling}
@@ -113,7 +113,7 @@ def _surrogate(built: Objective) -> Settings:
 
 def _weight(weight: Weight) -> Settings:
     if weight.level not in ("token", "sequence") or weight.over == "current":
-        raise no_weight(weight, "verl")
+        raise no_weight(weight)
     threshold, remarks = f"{weight.high:g}", ()
     if weight.bound == "mask":
         threshold = f'"{max(weight.low, LOWEST):g}_{weight.high:g}"'
@@ -134,4 +134,4 @@ def _mask(rule: Mask) -> Settings:
         # Its k1 bounds both sides.
         option = f"token_{rule.kind}" if rule.reduce == "token" else f"seq_{rule.reduce}_{rule.kind}"
         return Settings({"rollout_rs": option, "rollout_rs_threshold": f"{rule.max:g}"})
-    raise no_mask(rule, "verl")
+    raise no_mask(rule)
