@@ -6,8 +6,7 @@ One module for each trainer, which its users import: `trl`, `verl` (a plugin), `
 hooks           what each trainer's hook passes, and which objectives it can carry
 micro_batch     the loss of a micro-batch, its metrics, and tokens that the sampler did not score
 loss_settings   settings that only a trainer's own loss reads, which are refused or taken over
-dump            log-probs as JSON lines for `trimtab diagnose`
-monitoring      the same for a `trimtab.Monitor`
+recording       log-probs as JSON lines for `trimtab diagnose`, and for a `trimtab.Monitor`
 config_lines    an objective as configuration of each trainer: its own settings, or the lines of its adapter
 
 trl_async, trl_packed and trl_shared belong to `trl`; verl_driver, verl_loss and verl_records to `verl`.

@@ -16,9 +16,6 @@ from trimtab.objectives import Objective
 from trimtab.objectives import objective as preset
 
 POLICIES = frozenset({"behavior", "proximal"})
-ALWAYS = frozenset({"turn"})
-"""Fields of `PolicyLogps` that the mask alone determines (`micro_batch.turns_of`)."""
-
 MEANING = {
     "behavior": "the sampler's log-probs",
     "proximal": "the log-probs at the start of the update",
@@ -65,7 +62,7 @@ class Hook:
             return "its advantages are those of OAPL's regression, which Trimtab's trainer computes from rewards"
         if not self.terms and (objective.kl.coef > 0 or objective.entropy_coef > 0):
             return "kl_coef and entropy_coef have no place in this hook: use the trainer's own KL and entropy terms"
-        if missing := objective.needs - self.passes - ALWAYS:
+        if missing := objective.needs - self.passes - {"turn"}:  # `micro_batch.turns_of` needs the mask alone
             name = min(missing)
             remedy = f": {self.remedies[name]}" if name in self.remedies else ""
             return f"it reads {name} ({MEANING[name]}), which this hook does not pass{remedy}"

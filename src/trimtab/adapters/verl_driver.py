@@ -13,7 +13,7 @@ from torch import Tensor
 from trimtab.adapters.hooks import refuse_standard_deviation
 from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import prefixed_metrics
-from trimtab.adapters.monitoring import STOP_ON, stop_on
+from trimtab.adapters.recording import STOP_ON, stop_on
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, SET, PolicyLoss, given_keywords
 from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
 from trimtab.errors import TrimtabError, did_you_mean

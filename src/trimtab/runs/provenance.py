@@ -23,8 +23,8 @@ from trimtab.errors import Stopped, TrimtabError, first_line
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
-from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import PROVENANCE
+from trimtab.text import flatten
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT = 10.0

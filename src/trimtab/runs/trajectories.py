@@ -196,7 +196,7 @@ def _row(values: dict[str, Any]) -> Row:
         finish_reason=values["finish"],
         text=values["text"],
         entropy=None if external else values.get("entropy"),
-        sampling_mask=_mask(values.get(MASK_SIZES), values.get(MASK_STEPS)),
+        sampling_mask=_mask(values[MASK_SIZES], values[MASK_STEPS]) if MASK_SIZES in values else None,
         routed_experts=values["routes"].reshape(-1, layers, values["route_experts"]) if layers is not None else None,
         loss_mask=sampled if observed else None,
         top=None if ids is None else TopTokens(ids.reshape(top_shape), values["top_logps"].reshape(top_shape)),
@@ -252,10 +252,8 @@ def mask_columns(completions: Sequence[Completion]) -> dict[str, pa.Array]:
     }
 
 
-def _mask(sizes: IntArray | None, steps: IntArray) -> tuple[IntArray, ...] | None:
+def _mask(sizes: IntArray, steps: IntArray) -> tuple[IntArray, ...]:
     """Returns the sets of one row. Raises `ValueError` if the number of ids does not match the sizes."""
-    if sizes is None:
-        return None
     ends = np.cumsum(sizes)
     if ends[-1:].sum() != len(steps):
         raise ValueError(f"{MASK_STEPS} has {len(steps)} entries, {MASK_SIZES} says {ends[-1:].sum()}")

@@ -14,8 +14,8 @@ import torch
 from tests.support.adapter_calls import CALLS
 
 import trimtab
-from trimtab.adapters import dump
-from trimtab.adapters.dump import Dump, response_rows
+from trimtab.adapters import recording
+from trimtab.adapters.recording import Dump, response_rows
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives import PolicyLogps, correct
 
@@ -83,8 +83,8 @@ def test_files_are_dated_by_the_clock_of_their_disk(
     earlier run, half an hour ago."""
     path, start = Dump(tmp_path / "logps").write(1, [], rank=0), time.time()
     os.utime(path, (start + 1 - earlier, start + 1 - earlier))
-    monkeypatch.setattr(dump, "_STARTED", start + ahead)
-    monkeypatch.setattr(dump, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+    monkeypatch.setattr(recording, "_STARTED", start + ahead)
+    monkeypatch.setattr(recording, "time", SimpleNamespace(time=lambda: time.time() + ahead))
     assert Dump(tmp_path / "logps").write(1, [], rank=1).parent.name == folder
 
 

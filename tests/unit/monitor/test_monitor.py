@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.support.noisy_batch import ROWS, batch
 
 import trimtab
-from trimtab.adapters.monitoring import opened
+from trimtab.adapters.recording import opened
 from trimtab.errors import GuardStop, TrimtabError
 from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.response_sample import ResponseSample
