@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, refuse_standard_deviation
-from trimtab.adapters.loss_settings import SETTINGS, chosen, refuse
+from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse, refuse_standard_deviation
 from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.recording import Dump, opened, response_rows
 from trimtab.adapters.trl_guard import Guard, ReturnAtSign, TrainerCallback

@@ -15,8 +15,16 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.monitor.alarms import DIAGNOSE, RULES, WINDOW, Alarm, Step, first_alarms
-from trimtab.monitor.contradictions import Contradiction, contradictions
-from trimtab.monitor.curves import K3, Curve, Row, best_mismatch, curves_of, known_scalars
+from trimtab.monitor.curves import (
+    K3,
+    Contradiction,
+    Curve,
+    Row,
+    best_mismatch,
+    contradictions,
+    curves_of,
+    known_scalars,
+)
 from trimtab.text import short
 
 METRICS = {

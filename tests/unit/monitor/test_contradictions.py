@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.monitor.contradictions import INEQUALITIES, Inequality, contradictions
-from trimtab.monitor.curves import curves_of, known_scalars
+from trimtab.monitor.curves import INEQUALITIES, Inequality, contradictions, curves_of, known_scalars
 from trimtab.monitor.scalars import judge, terminal_lines
 
 FIGURES: Mapping[str, Callable[[np.ndarray], float]] = {
