@@ -105,9 +105,12 @@ def test_calls_of_a_second_loss_are_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [True, "", 3])
-def test_a_dump_that_is_no_folder_is_named(folder: Any) -> None:
+def test_a_dump_that_is_no_folder_or_cannot_be_written_is_named(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=rf"^dump={folder!r} is not a folder: give one, such as dump=\"logps\"$"):
         Dump(folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrimtabError, match=r"cannot write .*logps"):
+        Dump(tmp_path / "file" / "logps").write(1, [])
 
 
 def test_columns_of_tokens_are_cut_and_what_is_not_finite_becomes_null() -> None:
@@ -126,9 +129,3 @@ def test_a_large_batch_is_written_in_a_second(tmp_path: Path) -> None:
     started = time.process_time()
     Dump(tmp_path).write_call(logps, torch.ones(64, 1).expand(64, 8000))
     assert time.process_time() - started < 3
-
-
-def test_a_dump_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrimtabError, match=r"cannot write .*logps"):
-        Dump(tmp_path / "file" / "logps").write(1, [])
