@@ -137,7 +137,9 @@ class Monitor:
         )
         here = over_ranks(here, self._group) if self._distributed else here
         merged = here if self._current is None else self._current[1] + here
-        metrics = self._metrics(merged)
+        metrics = merged.finalize() | {"monitor/alarms": float(len(self._raised))}
+        if self._history.count >= WINDOW:
+            metrics["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
         self._current = (step, merged, metrics)
         if self._out is not None:
             tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
@@ -249,12 +251,6 @@ class Monitor:
             f"{healthy} or before, the newest that is not in doubt, with a stricter correction or a lower learning "
             f"rate{files}"
         )
-
-    def _metrics(self, metrics: Metrics) -> dict[str, float]:
-        values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
-        if self._history.count >= WINDOW:
-            values["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
-        return values
 
 
 def checked_signs(names: Collection[str]) -> tuple[str, ...]:
