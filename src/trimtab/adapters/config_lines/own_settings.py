@@ -295,11 +295,8 @@ def miles(built: Objective) -> list[str]:
         rows.append("--use-rollout-logprobs")
     remarks = unset_remarks(built, "Miles")
     if weight is None:
-        return [
-            *rows,
-            *(["# differs: Miles' mismatch helper rejects beside a weight only"] if helper else []),
-            *remarks,
-        ]
+        rows += ["# differs: Miles' mismatch helper rejects beside a weight only"] if helper else []
+        return [*rows, *remarks]
     built_in = _flags(weight)
     if built_in and not helper:
         return [*rows, *built_in, *remarks]
