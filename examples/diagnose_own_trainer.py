@@ -13,7 +13,7 @@ import sys
 import torch
 
 import trimtab
-from trimtab.adapters.dump import Dump, response_rows
+from trimtab.adapters.recording import Dump, response_rows
 
 VOCABULARY, TOKENS, RESPONSES, TEMPERATURE = 50, 40, 64, 0.9
 

@@ -41,6 +41,7 @@ MAX_UNPACKED_BYTES, MAX_UNPACKED_TIMES = 64 << 20, 100
 20 times smaller."""
 LIMITS = "TRIMTAB_FILE_LIMITS"
 RAISE_LIMITS = f"{LIMITS}=4 in the environment allows four times as much"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TEMPORARY = ".trimtab-tmp-"
 """Begins the names of files and folders that are being written."""
 
@@ -110,13 +111,30 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def writing(path: Path, what: str) -> Iterator[Path]:
-    """Yields `path`, and raises `TrimtabError` where the block cannot write `what` there."""
+def readable_errors(path: Path, verb: str = "write") -> Iterator[None]:
+    """Raises errors of the disk inside the block as one-line `TrimtabError`s that name `path`."""
     try:
-        yield path
-    except OSError as error:
-        advice = "free space there, or give another folder"
-        raise TrimtabError(f"{what} cannot be written to {path} ({error}): {advice}") from error
+        yield
+    except TrimtabError:
+        raise
+    except Exception as original:
+        error = _as_os_error(original)
+        if error is None:
+            raise
+        reason = error.strerror or str(error)
+        advice = "free space there" if error.errno in DISK_FULL else "check that it can be written"
+        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another folder") from original
+
+
+def _as_os_error(error: Exception) -> OSError | None:
+    """Returns the `OSError` behind an exception, or None.
+
+    Libraries written in Rust (safetensors, tokenizers) report disk errors in other exceptions.
+    """
+    if isinstance(error, OSError):
+        return error
+    code = re.search(r"(.*) \(os error (\d+)\)", str(error))
+    return OSError(int(code[2]), code[1]) if code else None
 
 
 class Unpacked(io.RawIOBase):

@@ -96,9 +96,7 @@ def contenders(values: ArrayLike) -> list[bool]:
 
     A method leaves the set if any other leads it: a one-sided t test of the differences paired by seed, at 5% divided
     by the number of others (Bonferroni), so that the choice of the best by the same seeds is accounted for, as in
-    subset selection (Gupta 1965). Of equal methods each stays with 95%. An interval of the difference to the method
-    that happens to be first does not do this: with 14 equal methods and 5 seeds it says of one in eight that it is
-    worse.
+    subset selection (Gupta 1965). Of equal methods each stays with 95%.
 
     Args:
         values: (methods, seeds), NaN where a method has no run with a seed. A pair with fewer than three seeds in

@@ -1,10 +1,10 @@
-"""For all output: makes text that others wrote (names of files, output of models) safe to show; formats numbers."""
+"""For all output: makes text that others wrote (names of files, output of models) safe; formats numbers, settings."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,25 @@ def format_value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(format_value, value)) or "none"
     return one_line(str(value))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns values by dotted key; the tables of a list are numbered."""
+    if isinstance(value, Mapping):
+        items = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        items = [(f"{prefix}.{index}", item) for index, item in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {key: leaf for name, item in items for key, leaf in flatten(item, name).items()}
+
+
+def differences(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the dotted keys whose values differ, with both values; a missing one is None."""
+    before, now = flatten(old), flatten(new)
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)
 
 
 def number(value: Any) -> str:

@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trimtab.adapters.dump import Dump
-from trimtab.adapters.monitoring import OBSERVED, MonitorChoice, Observations, observations
+from trimtab.adapters.recording import OBSERVED, Dump, MonitorChoice, Observations, observations
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError

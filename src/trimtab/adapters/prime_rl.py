@@ -21,27 +21,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import build, peer_module
 from trimtab.adapters.micro_batch import averaged, evaluate, record
-from trimtab.adapters.monitoring import MonitorChoice
+from trimtab.adapters.recording import MonitorChoice
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps
-
-
-class LossInputs(Protocol):
-    """The fields of prime-rl's `LossInputs` that are read: one sequence, tensors of (time,)."""
-
-    trainer_logprobs: Tensor
-    inference_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    advantages: Tensor
-    loss_mask: Tensor
-    loss_weights: Tensor | None
 
 
 class LossOutputs(NamedTuple):
@@ -51,16 +40,14 @@ class LossOutputs(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def loss(
-    inputs: LossInputs, *, objective: str | None = None, monitor: MonitorChoice = None, **keywords: Any
-) -> LossOutputs:
+def loss(inputs: Any, *, objective: str | None = None, monitor: MonitorChoice = None, **keywords: Any) -> LossOutputs:
     """Returns the sum of the loss over one sequence, which prime-rl divides by the number of trained tokens.
 
-    monitor: true, or a folder for the files of each process: scalars and alarms of `trimtab.Monitor`. objective,
-    keywords: as for `trimtab.objective`; the aggregation must be token-mean. Without an objective, prime-rl's own loss
-    is returned as it is, and the keywords are those of `trainer.loss`. A batch of prime-rl is one update, so that the
-    policy at its start is the current one. Raises `TrimtabError` for an objective that needs the whole update, and for
-    token weights other than 1.
+    inputs: prime-rl's `LossInputs` of a sequence, tensors of (time,). monitor: true, or a folder for the files of each
+    process: scalars and alarms of `trimtab.Monitor`. objective, keywords: as for `trimtab.objective`; the aggregation
+    must be token-mean. Without an objective, prime-rl's own loss is returned as it is, and the keywords are those of
+    `trainer.loss`. A batch of prime-rl is one update, so that the policy at its start is the current one. Raises
+    `TrimtabError` for an objective that needs the whole update, and for token weights other than 1.
     """
     if objective is None:
         return _own_loss(inputs, monitor, keywords)
@@ -82,7 +69,7 @@ def loss(
     return LossOutputs(value, _tensors(metrics))
 
 
-def _own_loss(inputs: LossInputs, monitor: MonitorChoice, keywords: dict[str, Any]) -> LossOutputs:
+def _own_loss(inputs: Any, monitor: MonitorChoice, keywords: dict[str, Any]) -> LossOutputs:
     current = inputs.trainer_logprobs[None].detach()
     logps = PolicyLogps(current, inputs.inference_logprobs[None], inputs.loss_mask[None], proximal=current)
     observed = record(logps, inputs.advantages[None], monitor=monitor)
@@ -95,7 +82,7 @@ def _tensors(metrics: Mapping[str, float]) -> dict[str, Tensor]:
 
 
 @cache
-def _own(keywords: str) -> Callable[[LossInputs], Any]:
+def _own(keywords: str) -> Callable[[Any], Any]:
     """Returns prime-rl's own loss, as its trainer builds it from the section `trainer.loss`."""
     configs = peer_module("prime-rl", "prime_rl.configs.trainer")
     options = json.loads(keywords)

@@ -12,18 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.dump import Dump
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
-from trimtab.adapters.loss_settings import refuse_chosen
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_chosen, refuse_standard_deviation
 from trimtab.adapters.micro_batch import averaged, evaluate
-from trimtab.adapters.monitoring import MonitorChoice
+from trimtab.adapters.recording import Dump, MonitorChoice
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps
 
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "constant": "seq_mean_token_sum_norm"}
 """`trainer.algorithm.loss_reduction` by the aggregation of the objective."""
-
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def register(
@@ -51,7 +47,7 @@ def register(
 
 def policy_loss(
     objective: str | Objective, *, dump: str | None = None, monitor: MonitorChoice = None, **keywords: Any
-) -> PolicyLoss:
+) -> Callable[..., tuple[Tensor, dict[str, float]]]:
     """Returns a policy loss with SkyRL's signature.
 
     SkyRL divides the advantages by the denominators of `loss_reduction` beforehand, so that the loss is a sum over

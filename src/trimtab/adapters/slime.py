@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
-from trimtab.adapters.loss_settings import refuse_chosen
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_chosen, refuse_standard_deviation
 from trimtab.adapters.micro_batch import averaged, evaluate, turns_of, usable_tokens
-from trimtab.adapters.monitoring import OBSERVED, Observations, observations
+from trimtab.adapters.recording import OBSERVED, observations
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, correct
 
@@ -58,8 +57,14 @@ def tis(
     `trimtab_monitor` and no objective. Raises `TrimtabError` for an objective without a correction, or with a part that
     reads the current policy or advantages, which this hook does not pass, and for `--use-tis` without an objective.
     """
-    monitor = _monitor(args)
-    built = None if monitor and _records(args) else _objective(args, "custom_tis_function_path")
+    monitor = observations(getattr(args, "trimtab_monitor", None))
+    records = monitor is not None and getattr(args, "trimtab_objective", None) is None
+    if records and args.use_tis:
+        raise TrimtabError(
+            "--use-tis with this function and no trimtab_objective would leave the trainer's own correction out: set "
+            "--get-mismatch-metrics in its place, or name an objective"
+        )
+    built = None if records else _objective(args, "custom_tis_function_path")
     if built is not None:
         if built.weight is None and not built.masks:
             raise TrimtabError(f"{built.name} has no weight and no mask: this hook applies only these")
@@ -112,24 +117,13 @@ def loss(
     named = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
     policies = {ours: _pad(batch[theirs]) for ours, theirs in named.items() if batch.get(theirs)}
     logps = PolicyLogps(current, mask=mask, **{"behavior": None, "proximal": current.detach(), **policies})
-    value, metrics, _ = evaluate(built, logps, _pad(batch["advantages"]), counts=(1, 1), monitor=_monitor(args))
+    monitor = getattr(args, "trimtab_monitor", None)
+    value, metrics, _ = evaluate(built, logps, _pad(batch["advantages"]), counts=(1, 1), monitor=monitor)
     # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
     # a mean over this micro-batch counts as often as it has sequences or tokens.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()
     values = {key: torch.tensor(number).to(size) * size for key, number in averaged(metrics).items()}
     return value, {"loss": value.detach().clone(), **values}
-
-
-def _records(args: Namespace) -> bool:
-    """Returns whether there is no objective. Raises `TrimtabError` if `tis` then replaces the trainer's correction."""
-    if getattr(args, "trimtab_objective", None) is not None:
-        return False
-    if args.use_tis:
-        raise TrimtabError(
-            "--use-tis with this function and no trimtab_objective would leave the trainer's own correction out: set "
-            "--get-mismatch-metrics in its place, or name an objective"
-        )
-    return True
 
 
 def _objective(args: Namespace, flag: str) -> Objective:
@@ -147,10 +141,6 @@ def _trainer() -> str:
     """Returns which of the two runs: the one that is imported, where both are installed."""
     installed = [name for name in SCORING if name in sys.modules or importlib.util.find_spec(name) is not None]
     return next((name for name in installed if name in sys.modules), installed[0] if installed else "slime")
-
-
-def _monitor(args: Namespace) -> Observations | None:
-    return observations(getattr(args, "trimtab_monitor", None))
 
 
 def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, Any]) -> None:

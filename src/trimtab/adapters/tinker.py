@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.dump import Dump
 from trimtab.adapters.hooks import build
 from trimtab.adapters.micro_batch import evaluate, prefixed_metrics
-from trimtab.adapters.monitoring import MonitorChoice, Observations
+from trimtab.adapters.recording import Dump, MonitorChoice, Observations
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import Objective, PolicyLogps
-
-CustomLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
 def custom_loss(
@@ -31,7 +28,7 @@ def custom_loss(
     dump: str | None = None,
     monitor: Monitor | MonitorChoice = None,
     **keywords: Any,
-) -> CustomLoss:
+) -> Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]:
     """Returns a loss for `forward_backward_custom`; the SDK 0.32 or newer passes it all `loss_fn_inputs`.
 
     Each datum's `loss_fn_inputs` hold `target_tokens`, `logprobs` (the sampler's), `advantages`, and `mask` where some

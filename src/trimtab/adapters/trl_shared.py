@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trimtab.adapters.dump import Dump, response_rows
-from trimtab.adapters.hooks import build, refuse_standard_deviation
-from trimtab.adapters.loss_settings import SETTINGS, chosen, refuse
+from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse, refuse_standard_deviation
 from trimtab.adapters.micro_batch import prefixed_metrics
-from trimtab.adapters.monitoring import opened
-from trimtab.adapters.trl_guard import Guard, ReturnAtSign
+from trimtab.adapters.recording import Dump, opened, response_rows
+from trimtab.adapters.trl_guard import Guard, ReturnAtSign, TrainerCallback
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
-
-# Not an import statement: the package is not required.
-TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
 
 
 @dataclass

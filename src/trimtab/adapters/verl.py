@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from trimtab.adapters import verl_driver, verl_records
-from trimtab.adapters.monitoring import stop_on
+from trimtab.adapters.recording import stop_on
 from trimtab.adapters.verl_loss import KEYWORDS, LOSS_PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError
 from trimtab.monitor.monitor import exit_when_stopped

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import refuse_standard_deviation
-from trimtab.adapters.loss_settings import refuse_chosen
+from trimtab.adapters.hooks import refuse_chosen, refuse_standard_deviation
 from trimtab.adapters.micro_batch import prefixed_metrics
-from trimtab.adapters.monitoring import STOP_ON, stop_on
+from trimtab.adapters.recording import STOP_ON, stop_on
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, SET, PolicyLoss, given_keywords
 from trimtab.adapters.verl_records import DUMP, MONITOR, SETTINGS
 from trimtab.errors import TrimtabError, did_you_mean
@@ -36,7 +35,7 @@ def wrap_correction(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
         if rollout_corr_config.get("rollout_is", None) != CARRY_LOGPS:
             return original(batch, rollout_corr_config)
-        _check_correction(rollout_corr_config)
+        refuse_chosen("verl", "VERL_CORRECTION", rollout_corr_config, f"As {SET}.KEYWORD")
         fields = batch.batch
         if "rollout_log_probs" not in fields:
             raise TrimtabError(MISSING_LOGPS)
@@ -51,11 +50,6 @@ def wrap_correction(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_meant(value: str, named: Collection[str]) -> bool:
     """Whether a setting that is none of Trimtab's values is meant as one."""
     return value in named or value.lower().startswith(CARRY_LOGPS)
-
-
-def _check_correction(config: Any) -> None:
-    """Raises `TrimtabError` for settings of verl's correction that would have no effect."""
-    refuse_chosen("verl", "VERL_CORRECTION", config, f"As {SET}.KEYWORD")
 
 
 def wrap_validate_config(
@@ -89,7 +83,7 @@ def wrap_validate_config(
                 raise TrimtabError(f"rollout_is={rollout_is} has no effect with bypass_mode: turn bypass_mode off")
             if not rollout.get("calculate_log_probs", False):
                 raise TrimtabError(MISSING_LOGPS)
-            _check_correction(correction)
+            refuse_chosen("verl", "VERL_CORRECTION", correction, f"As {SET}.KEYWORD")
         elif _is_meant(rollout_is, named):
             raise TrimtabError(f"verl has no rollout_is={rollout_is}: a loss corrects, set loss_mode={LOSS_PREFIX}NAME")
         _check_readers(config, rollout, correction)
@@ -166,9 +160,7 @@ def wrap_policy_loss_fn(named: Mapping[str, PolicyLoss], original: Callable[...,
     return get
 
 
-@functools.cache
-def _custom_loss(name: str) -> PolicyLoss:
-    return PolicyLoss(name)
+_custom_loss = functools.cache(PolicyLoss)
 
 
 def _named_loss(setting: str, named: Mapping[str, PolicyLoss]) -> PolicyLoss:

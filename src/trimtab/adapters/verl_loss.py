@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build
-from trimtab.adapters.loss_settings import SETTINGS, chosen, refuse
+from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapters.dump import Dump, response_rows
 from trimtab.adapters.micro_batch import prefixed_metrics
-from trimtab.adapters.monitoring import opened
+from trimtab.adapters.recording import Dump, opened, response_rows
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError
 

@@ -140,8 +140,7 @@ def diagnose(
 
 def _scalars(path: Path, *, as_json: bool) -> None:
     from trimtab.monitor.scalar_files import find_scalars, read_scalars
-    from trimtab.monitor.scalar_output import as_dict, terminal_lines
-    from trimtab.monitor.scalars import judge
+    from trimtab.monitor.scalars import as_dict, judge, terminal_lines
 
     read = find_scalars(path)
     report = judge(read_scalars(read))

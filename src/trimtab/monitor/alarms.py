@@ -98,16 +98,13 @@ class Alarm(Finding):
     step: int = -1
 
 
-Judge = Callable[[Sequence[Step]], Alarm | None]
-
-
 class AlarmRule(NamedTuple):
     """A row of the table of rules. judge: says whether the last of the steps raises an alarm by `metric`.
 
     steps: the number that it needs.
     """
 
-    judge: Judge
+    judge: Callable[[Sequence[Step]], Alarm | None]
     metric: str
     steps: int
 

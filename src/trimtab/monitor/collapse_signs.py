@@ -32,13 +32,9 @@ class Evaluation(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """A sign of a collapse.
+    """A sign of a collapse: what was judged, the name of the rule, and what it found.
 
-    Attributes:
-        watched: what was judged.
-        name: of the rule.
-        text: what it found.
-        healthy: the newest step whose policy it does not put in doubt; 0: the policy before training.
+    healthy: the newest step whose policy it does not put in doubt; 0: the policy before training.
     """
 
     watched: Watched

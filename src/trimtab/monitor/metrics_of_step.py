@@ -82,16 +82,11 @@ def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> Metrics:
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
     gathered = flat.new_empty(dist.get_world_size(group) * flat.numel())
     dist.all_gather_into_tensor(gathered, flat, group=group)
-    return reduce(add, (_unpacked(one, metrics) for one in gathered.view(-1, flat.numel())))
 
+    def unpacked(row: Tensor) -> Metrics:
+        values = zip(row.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+        each = (value.view(tensor.shape).to(tensor.dtype) for value, tensor in values)
+        parts = metrics.parts.items()
+        return Metrics({name: replace(part, **{one.name: next(each) for one in fields(part)}) for name, part in parts})
 
-def _unpacked(flat: Tensor, like: Metrics) -> Metrics:
-    parts, start = {}, 0
-    for name, part in like.parts.items():
-        values = {}
-        for field in fields(part):
-            tensor = getattr(part, field.name)
-            values[field.name] = flat[start : start + tensor.numel()].view(tensor.shape).to(tensor.dtype)
-            start += tensor.numel()
-        parts[name] = replace(part, **values)
-    return Metrics(parts)
+    return reduce(add, map(unpacked, gathered.view(-1, flat.numel())))

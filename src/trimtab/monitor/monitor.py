@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trimtab.corrections.arguments import check_batch, check_tensor
 from trimtab.errors import Finding, GuardStop, Status, TrimtabError, TrimtabWarning, did_you_mean
-from trimtab.files import writing
+from trimtab.files import readable_errors
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms
 from trimtab.monitor.collapse_signs import WATCHED, first_sign
 from trimtab.monitor.metrics_of_step import MeanRatio, over_ranks, step_metrics
@@ -42,7 +42,6 @@ class Monitor:
 
     out: a folder for `metrics.jsonl` (one object per step) and `sample.jsonl` (which `trimtab diagnose` reads), both
         written at every step; None writes nothing.
-    every: measures the steps whose number is a multiple of it.
     on_alarm: is called with each alarm; by default it is a `TrimtabWarning`.
     sample_tokens: trained tokens of the sample, on each rank.
     process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
@@ -63,15 +62,12 @@ class Monitor:
         self,
         out: str | Path | None = None,
         *,
-        every: int = 1,
         on_alarm: Callable[[Alarm], None] | None = None,
         sample_tokens: int = 200_000,
         process_group: dist.ProcessGroup | None = None,
         merge_ranks: bool = True,
         stop_on: Collection[str] = (),
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
         self._stop_on = checked_signs(stop_on)
         if self._stop_on:
             exit_when_stopped()
@@ -79,7 +75,6 @@ class Monitor:
         self._merge_ranks = merge_ranks
         self._distributed, self._rank = False, 0
         self._folder = None if out is None else Path(out).absolute()
-        self._every = every
         self._on_alarm = on_alarm or warn
         self._sample_tokens = sample_tokens
         self._begin_run()
@@ -121,8 +116,6 @@ class Monitor:
         `ValueError` for another type, shape or device, `TrimtabError` if it cannot write, `GuardStop` for `stop_on`.
         """
         step = _whole("step", step)
-        if step % self._every:
-            return {}
         check_batch(mask, **{"logp_train": logp_train, "logp_rollout": logp_rollout, "response_ids": response_ids})
         columns = {"group": group, "reward": reward, "advantage": advantage}
         for name, column in {**columns, "truncated": truncated}.items():
@@ -144,7 +137,9 @@ class Monitor:
         )
         here = over_ranks(here, self._group) if self._distributed else here
         merged = here if self._current is None else self._current[1] + here
-        metrics = self._metrics(merged)
+        metrics = merged.finalize() | {"monitor/alarms": float(len(self._raised))}
+        if self._history.count >= WINDOW:
+            metrics["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
         self._current = (step, merged, metrics)
         if self._out is not None:
             tokens = {"logp_behavior": logp_rollout, "logp_proximal": logp_train, "response_ids": response_ids}
@@ -178,10 +173,7 @@ class Monitor:
         """The worst status of all alarms so far: `ok`, `note` (may matter) or `fail`, and what to do."""
         raised = sorted(self._raised.values(), key=lambda alarm: alarm.step)
         status = STATUSES[max((STATUSES.index(alarm.status) for alarm in raised), default=0)]
-        if self._out is None:
-            diagnose = "give out=FOLDER and run `trimtab diagnose FOLDER`"
-        else:
-            diagnose = f"run `trimtab diagnose {self._out}`"
+        diagnose = f"{'' if self._out else 'give out=FOLDER and '}run `trimtab diagnose {self._out or 'FOLDER'}`"
         if not self._history.count and self._current is None:
             return Finding("note", "monitor", "no step was observed", "call `observe` at every step")
         if not raised:
@@ -216,7 +208,7 @@ class Monitor:
     def _write_sample(self, out: Path, *, whole: bool) -> None:
         if len(self._sample):
             path = out / ("sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl")
-            with writing(path, "figures"):
+            with readable_errors(path):
                 (self._sample.write if whole else self._sample.flush)(path)
 
     def _finish(self) -> None:
@@ -241,7 +233,7 @@ class Monitor:
         if self._out is not None and self._rank == 0:
             row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
             path = self._out / "metrics.jsonl"
-            with writing(path, "figures"), path.open("a", encoding="utf-8") as file:
+            with readable_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(json_value(row)) + "\n")
         if self._stop_on and not self._stopped:
             self._stopped = self._reason_to_stop()
@@ -259,12 +251,6 @@ class Monitor:
             f"{healthy} or before, the newest that is not in doubt, with a stricter correction or a lower learning "
             f"rate{files}"
         )
-
-    def _metrics(self, metrics: Metrics) -> dict[str, float]:
-        values = metrics.finalize() | {"monitor/alarms": float(len(self._raised))}
-        if self._history.count >= WINDOW:
-            values["monitor/verdict"] = float(STATUSES.index(self.verdict.status))
-        return values
 
 
 def checked_signs(names: Collection[str]) -> tuple[str, ...]:
@@ -299,7 +285,7 @@ def _new_folder(folder: Path) -> Path:
     while any(new.glob("metrics.jsonl")) or any(new.glob("sample*.jsonl")):
         number += 1
         new = folder.with_name(f"{folder.name}_{number}")  # `trimtab diagnose` reads all that is in a folder
-    with writing(new, "figures"):
+    with readable_errors(new):
         new.mkdir(parents=True, exist_ok=True)
     return new
 

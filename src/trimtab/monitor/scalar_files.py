@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, opened, parse_json, regular_file
+from trimtab.files import MAX_SCALARS_BYTES, RAISE_LIMITS, limit, natural_key, opened, parse_json, regular_file
 from trimtab.monitor.curves import Row, curves_of, known_scalars
 from trimtab.plugins import require_extra
 
@@ -37,7 +37,7 @@ def find_scalars(path: Path) -> Path:
     """
     if not path.is_dir() or any(path.glob(_EVENTS)):
         return path
-    newest = sorted(path.glob(f"checkpoint-*/{_STATE}"), key=_number_of_checkpoint)[-1:]
+    newest = sorted(path.glob(f"checkpoint-*/{_STATE}"), key=lambda state: natural_key(str(state)))[-1:]
     if states := [state for state in (path / _STATE, *newest) if state.exists()]:
         return states[0] if len(states) == 1 else max(states, key=lambda state: read_scalars(state)[-1]["step"])
     endings = (".jsonl", ".json", ".csv")
@@ -80,11 +80,6 @@ def read_scalars(path: Path) -> list[Row]:
         name = _name_in(path)
         rows = [{"step": row["Step"], name: row["Value"]} for row in rows]
     return _merged(map(_numbers, rows), path)
-
-
-def _number_of_checkpoint(state: Path) -> int:
-    number = state.parent.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
 
 
 def _is_known(path: Path) -> bool:

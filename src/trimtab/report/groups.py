@@ -11,10 +11,9 @@ from typing import Any
 
 from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import natural_key
-from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.reader import Run, read_run
-from trimtab.text import format_value, one_line
+from trimtab.text import flatten, format_value, one_line
 from trimtab.trainer.config import parse_config
 
 # Keys that may differ within a group.

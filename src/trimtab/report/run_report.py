@@ -32,11 +32,10 @@ from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, MetricState
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
-from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
 from trimtab.runs.reader import EVENT, ResponseText, Run, evenly_spaced, read_samples
-from trimtab.text import beside, duration, format_value, number, short
+from trimtab.text import beside, duration, flatten, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}

@@ -7,19 +7,15 @@ start.
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trimtab.errors import TrimtabError
-from trimtab.files import TEMPORARY, replace_file, sync, temporary_path
+from trimtab.files import TEMPORARY, readable_errors, replace_file, sync, temporary_path
 
 REPLACED = ".trimtab-old-"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -122,30 +118,3 @@ def _apply_umask(folder: Path) -> None:
     for item in folder.rglob("*"):
         if item.is_file():
             item.chmod(mode)
-
-
-@contextmanager
-def readable_errors(path: Path, verb: str = "write") -> Iterator[None]:
-    """Raises errors of the disk inside the block as one-line `TrimtabError`s that name `path`."""
-    try:
-        yield
-    except TrimtabError:
-        raise
-    except Exception as original:
-        error = _as_os_error(original)
-        if error is None:
-            raise
-        reason = error.strerror or str(error)
-        advice = "free space there" if error.errno in DISK_FULL else "check that it can be written"
-        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another folder") from original
-
-
-def _as_os_error(error: Exception) -> OSError | None:
-    """Returns the `OSError` behind an exception, or None.
-
-    Libraries written in Rust (safetensors, tokenizers) report disk errors in other exceptions.
-    """
-    if isinstance(error, OSError):
-        return error
-    code = re.search(r"(.*) \(os error (\d+)\)", str(error))
-    return OSError(int(code[2]), code[1]) if code else None

@@ -21,21 +21,7 @@ import numpy as np
 
 from trimtab.errors import RESUME, TrimtabError
 from trimtab.files import parse_json, regular_file
-from trimtab.runs import atomic
-from trimtab.runs.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    LOCK,
-    METRICS,
-    MODEL,
-    PROVENANCE,
-    REPORT,
-    TRAJECTORIES,
-    checkpoint_step,
-    list_checkpoints,
-    move_aside_after,
-    trajectory_files,
-)
+from trimtab.runs import atomic, layout
 
 NONFINITE = "metrics/nonfinite"
 
@@ -55,10 +41,10 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoint_root = path / CHECKPOINTS
-        self.trajectory_folder = path / TRAJECTORIES
-        self.model_folder = path / MODEL
-        self.report = path / REPORT
+        self.checkpoint_root = path / layout.CHECKPOINTS
+        self.trajectory_folder = path / layout.TRAJECTORIES
+        self.model_folder = path / layout.MODEL
+        self.report = path / layout.REPORT
         self._lock: int | None = None
         self._metrics: int | None = None
         self._last_step: int | None = None
@@ -73,20 +59,19 @@ class RunDirectory:
 
         Raises `TrimtabError` if it already holds a run or another process uses it.
         """
-        try:
+        with atomic.readable_errors(path, "create"):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrimtabError(f"cannot create {path}: {error.strerror}; choose another --out") from None
         run = cls(path)
         try:
-            for part in (path / CONFIG, path / METRICS, run.checkpoint_root, run.trajectory_folder, run.model_folder):
+            folders = (run.checkpoint_root, run.trajectory_folder, run.model_folder)
+            for part in (path / layout.CONFIG, path / layout.METRICS, *folders):
                 if part.exists():
                     raise TrimtabError(
                         f"{path} already holds a run ({part.name}): continue it with --resume, or choose another --out"
                     )
             atomic.remove_leftovers(path)
             run._new = True
-            atomic.write_text(path / CONFIG, config_toml)
+            atomic.write_text(path / layout.CONFIG, config_toml)
             run._open_metrics()
         except BaseException:
             run._discard_if_unused()
@@ -100,8 +85,9 @@ class RunDirectory:
         An incomplete last line of metrics.jsonl is dropped: its step was never checkpointed and is repeated.
         Raises `TrimtabError` if there is no run or another process is writing it.
         """
-        if not (path / CONFIG).is_file():
-            raise TrimtabError(f"{path} holds no run ({CONFIG} is missing): check --out, or start without --resume")
+        if not (path / layout.CONFIG).is_file():
+            missing = f"{layout.CONFIG} is missing"
+            raise TrimtabError(f"{path} holds no run ({missing}): check --out, or start without --resume")
         run = cls(path)
         try:
             for folder in (path, run.checkpoint_root, run.trajectory_folder):
@@ -118,12 +104,12 @@ class RunDirectory:
     @property
     def config_toml(self) -> str:
         """The resolved recipe of the run as TOML."""
-        return (self.path / CONFIG).read_text(encoding="utf-8")
+        return (self.path / layout.CONFIG).read_text(encoding="utf-8")
 
     def checkpoints(self) -> list[Path]:
         """Returns the folders of all finished checkpoints, oldest first, without validation."""
         self.finish_saving()
-        return list_checkpoints(self.checkpoint_root)
+        return layout.list_checkpoints(self.checkpoint_root)
 
     def finish_later(self, work: Callable[[], None]) -> None:
         """Calls `work`, which finishes a checkpoint, in a thread; call `finish_saving` before."""
@@ -146,13 +132,13 @@ class RunDirectory:
             atomic.append(self._open_metrics(), _encode_line(metrics))
         except OSError as error:
             remedy = "start again" if self._last_step is None else RESUME
-            path = self.path / METRICS
+            path = self.path / layout.METRICS
             raise TrimtabError(f"cannot write {path}: {error.strerror}; free space there, then {remedy}") from error
         self._last_step = step
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns all steps logged so far."""
-        return read_metrics(self.path / METRICS)
+        return read_metrics(self.path / layout.METRICS)
 
     def truncate_after(self, step: int) -> None:
         """Removes metrics and trajectory files after `step`, from which a resumed run continues (-1: all).
@@ -161,12 +147,12 @@ class RunDirectory:
         """
         lines = [line for line in self.metrics() if line["step"] <= step]
         self._close_metrics()
-        atomic.write_text(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+        atomic.write_text(self.path / layout.METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         self._open_metrics()
-        for number, file in trajectory_files(self.trajectory_folder).items():
+        for number, file in layout.trajectory_files(self.trajectory_folder).items():
             if number > step:
                 file.unlink()
-        move_aside_after(self.checkpoint_root, step)
+        layout.move_aside_after(self.checkpoint_root, step)
 
     def close(self) -> None:
         """Releases the directory, when no thread writes there. Idempotent."""
@@ -189,16 +175,16 @@ class RunDirectory:
 
     def _discard_if_unused(self) -> None:
         """Close, after removing the files of a new run that logged no step and wrote no checkpoint of one."""
-        if self._new and self._last_step is None and not any(map(checkpoint_step, self.checkpoints())):
+        if self._new and self._last_step is None and not any(map(layout.checkpoint_step, self.checkpoints())):
             for folder in (self.model_folder, self.checkpoint_root):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in (METRICS, PROVENANCE, CONFIG):
+            for name in (layout.METRICS, layout.PROVENANCE, layout.CONFIG):
                 (self.path / name).unlink(missing_ok=True)
         self.close()
 
     def _open_metrics(self) -> int:
         if self._metrics is None:
-            path = self.path / METRICS
+            path = self.path / layout.METRICS
             complete = _whole_lines(path.read_bytes()) if path.exists() else b""
             self._metrics = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._metrics, len(complete))
@@ -273,10 +259,8 @@ def _acquire_lock(path: Path) -> int:
     resolved = path.resolve()
     if resolved in _open_directories:
         raise TrimtabError(f"{path} is already open in this process: close that run first")
-    try:
-        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise TrimtabError(f"cannot write in {path}: {error.strerror}; choose another --out") from None
+    with atomic.readable_errors(path):
+        descriptor = os.open(path / layout.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)

@@ -38,13 +38,10 @@ def run_of(file: Path) -> Path | None:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Returns the folders of all checkpoints under `root`, oldest first, without validation."""
-    if not root.is_dir():
-        return []
-    by_step: dict[int, Path] = {}
+    found = [item for item in (root.iterdir() if root.is_dir() else ()) if item.is_dir() and _NAME.fullmatch(item.name)]
     # Between the two renames of a replacement only `.trimtab-old-step-N` exists for step N.
-    for item in sorted(root.iterdir(), key=lambda item: not item.name.startswith(atomic.REPLACED)):
-        if item.is_dir() and _NAME.fullmatch(item.name):
-            by_step[checkpoint_step(item)] = item
+    found.sort(key=lambda item: not item.name.startswith(atomic.REPLACED))
+    by_step = {checkpoint_step(item): item for item in found}
     return [by_step[step] for step in sorted(by_step)]
 
 

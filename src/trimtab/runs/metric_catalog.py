@@ -135,16 +135,12 @@ def bounds(key: str) -> list[float]:
 
 def k3_ranges() -> dict[str, ScalePart]:
     """Returns the named ranges of k3 by name, ascending: exact, dense, small-dense, moe, beyond."""
-    return {part.name: part for part in _k3_row().ranges}
+    row = metric(K3)
+    assert row is not None
+    return {part.name: part for part in row.ranges}
 
 
 def k3_range(k3: float) -> ScalePart:
     """Returns the named range that contains `k3`; NaN belongs to the last one."""
-    ranges = _k3_row().ranges
+    ranges = list(k3_ranges().values())
     return next((part for part in ranges if k3 <= part.high), ranges[-1])
-
-
-def _k3_row() -> Metric:
-    row = metric(K3)
-    assert row is not None
-    return row

@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import Stopped, TrimtabError
+from trimtab.errors import Stopped, TrimtabError, first_line
 from trimtab.files import parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
-from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import PROVENANCE
+from trimtab.text import flatten
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT = 10.0
@@ -124,11 +124,8 @@ def hardware() -> dict[str, Any]:
 
 def _first_line(error: BaseException) -> str:
     """Returns the first line of an error, at most 300 characters; with its type unless it is a `TrimtabError`."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    if not isinstance(error, TrimtabError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text[:300]
+    line, kind = first_line(error), type(error).__name__
+    return (line if isinstance(error, TrimtabError) or line == kind else f"{kind}: {line}")[:300]
 
 
 def _write(run: RunDirectory, parts: list[dict[str, Any]]) -> None:

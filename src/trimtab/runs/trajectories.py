@@ -175,57 +175,51 @@ def _row_group_size(completions: Sequence[Completion]) -> int:
 
 def _decode(table: pa.Table, name: str) -> list[Row]:
     try:
-        columns = {column: _values(table[column]) for column in table.column_names}
-        return [_row(columns, index) for index in range(table.num_rows)]
+        columns = [_values(table[name]) for name in table.column_names]
+        return [_row(dict(zip(table.column_names, values, strict=True))) for values in zip(*columns, strict=True)]
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise TrimtabError(f"{name}: not a trajectory file written by the trainer ({error})") from None
 
 
-def _row(columns: dict[str, Any], index: int) -> Row:
-    def optional(name: str) -> Any:
-        return columns[name][index] if name in columns else None
-
-    def value(name: str) -> Any:
-        return columns[name][index]
-
-    problem = Problem(id=value("prompt_id"), question=value("question"), answer=value("answer"))
-    limits, external = value("limits"), bool(optional("off_policy"))
-    sampled = value("policy_version") != EXTERNAL_VERSION
-    ids, tokens = optional("top_ids"), len(value("response_ids"))
-    layers = value("route_layers") if "routes" in columns else None
+def _row(values: dict[str, Any]) -> Row:
+    problem = Problem(id=values["prompt_id"], question=values["question"], answer=values["answer"])
+    limits, external = values["limits"], bool(values.get("off_policy"))
+    sampled = values["policy_version"] != EXTERNAL_VERSION
+    ids, tokens = values.get("top_ids"), len(values["response_ids"])
+    layers = values.get("route_layers")
     top_shape = (tokens, 0 if ids is None else len(ids) // max(1, tokens))
-    observed = "turn" in columns and not external and not sampled.all()
+    observed = "turn" in values and not external and not sampled.all()
     completion = Completion(
-        response_ids=value("response_ids"),
-        logp_behavior=value("logp_behavior"),
-        policy_version=value("policy_version"),
-        finish_reason=value("finish"),
-        text=value("text"),
-        entropy=None if external else optional("entropy"),
-        sampling_mask=_mask(optional(MASK_SIZES), optional(MASK_STEPS)),
-        routed_experts=value("routes").reshape(-1, layers, value("route_experts")) if layers is not None else None,
+        response_ids=values["response_ids"],
+        logp_behavior=values["logp_behavior"],
+        policy_version=values["policy_version"],
+        finish_reason=values["finish"],
+        text=values["text"],
+        entropy=None if external else values.get("entropy"),
+        sampling_mask=_mask(values[MASK_SIZES], values[MASK_STEPS]) if MASK_SIZES in values else None,
+        routed_experts=values["routes"].reshape(-1, layers, values["route_experts"]) if layers is not None else None,
         loss_mask=sampled if observed else None,
-        top=None if ids is None else TopTokens(ids.reshape(top_shape), optional("top_logps").reshape(top_shape)),
+        top=None if ids is None else TopTokens(ids.reshape(top_shape), values["top_logps"].reshape(top_shape)),
     )
     trajectory = Trajectory(
-        prompt=Prompt(problem, value("prompt_text"), value("prompt_ids")),
-        group=value("group"),
+        prompt=Prompt(problem, values["prompt_text"], values["prompt_ids"]),
+        group=values["group"],
         completion=completion,
         sampling=SamplingParams(
-            **value("sampling"), **limits | {"stop": tuple(limits["stop"]), "stop_ids": tuple(limits["stop_ids"])}
+            **values["sampling"], **limits | {"stop": tuple(limits["stop"]), "stop_ids": tuple(limits["stop_ids"])}
         ),
-        loss_mask=value("loss_mask"),
-        reward=value("reward"),
-        rewards=dict(value("rewards")),
+        loss_mask=values["loss_mask"],
+        reward=values["reward"],
+        rewards=dict(values["rewards"]),
         off_policy=external,
     )
     return Row(
         trajectory,
-        optional("logp_proximal"),
-        optional("logp_current"),
-        optional("advantage"),
-        optional("proximal_version"),
-        np.array([value(name) for name in _DRIFT_COLUMNS], np.float32) if _DRIFT_COLUMNS[0] in columns else None,
+        values.get("logp_proximal"),
+        values.get("logp_current"),
+        values.get("advantage"),
+        values.get("proximal_version"),
+        np.array([values[name] for name in _DRIFT_COLUMNS], np.float32) if _DRIFT_COLUMNS[0] in values else None,
     )
 
 
@@ -258,10 +252,8 @@ def mask_columns(completions: Sequence[Completion]) -> dict[str, pa.Array]:
     }
 
 
-def _mask(sizes: IntArray | None, steps: IntArray) -> tuple[IntArray, ...] | None:
+def _mask(sizes: IntArray, steps: IntArray) -> tuple[IntArray, ...]:
     """Returns the sets of one row. Raises `ValueError` if the number of ids does not match the sizes."""
-    if sizes is None:
-        return None
     ends = np.cumsum(sizes)
     if ends[-1:].sum() != len(steps):
         raise ValueError(f"{MASK_STEPS} has {len(steps)} entries, {MASK_SIZES} says {ends[-1:].sum()}")

@@ -26,6 +26,9 @@ def test_areal_must_pass_the_policies_that_the_objective_reads() -> None:
         aged(data | {"versions": torch.tensor([[2, 2, -1]])})
     with pytest.raises(TrimtabError, match="distillation from a teacher"):
         packed("grpo", [1.0] * 8, teacher_logp=torch.zeros(8))
+    # Tree training passes no borders of a packed row.
+    with pytest.raises(TrimtabError, match=r"no borders of sequences .*: set actor\.enable_tree_training=false"):
+        packed("grpo", [1.0] * 8, cu_seqlens=None)
 
 
 def packed(name: str, advantages: list[float], **fields: Any) -> torch.Tensor:
@@ -46,9 +49,3 @@ def test_areal_s_advantages_must_not_differ_within_a_response_that_is_judged_who
         with pytest.raises(TrimtabError, match=rf"{name} needs one advantage a response.*set actor\.kl_ctl=0"):
             packed(name, [1.0, 1.0, -1.0, -1.0] * 2)
     assert packed("token-tis", [1.0, 1.0, -1.0, -1.0] * 2).requires_grad
-
-
-def test_areal_s_packed_row_without_borders_is_refused() -> None:
-    """Tree training passes none."""
-    with pytest.raises(TrimtabError, match=r"no borders of sequences .*: set actor\.enable_tree_training=false"):
-        packed("grpo", [1.0] * 8, cu_seqlens=None)

@@ -129,7 +129,7 @@ def test_verl_gets_the_reciprocals_of_a_geometric_band() -> None:
     weight |= {"tis_lower_bound": 0.5, "tis_upper_bound": 2.0}
     mask = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.8, "rs_upper_bound": 1.25}
     assert mis == weight | mask | {"rs_veto_threshold": None}
-    assert "TRL has no geometric mask [0.8, 1.25]" in result["trl"]
+    assert "no mask that keeps where 0.8 ≤ ρ_geo ≤ 1.25" in result["trl"]
 
 
 @in_one_test("trainer", [*HOOKS, "trimtab"])
@@ -169,11 +169,12 @@ def test_parts_of_every_level_have_their_own_words() -> None:
     for reduce, verl in (("token", "token_k3"), ("mean", "seq_mean_k3"), ("max", "seq_max_k3"), ("sum", "seq_sum_k3")):
         mask = [{"kind": "k3", "reduce": reduce, "max": 0.1}]
         assert overrides(of("verl", mask=mask))[f"{correction}.rollout_rs"] == verl
-    assert "verl has no mask on the mean tv" in of("verl", mask=[{"kind": "tv", "reduce": "mean", "max": 0.1}])
-    for trainer, name in (("verl", "verl"), ("trl", "TRL"), ("miles", "Miles")):
-        assert f"{name} has no weight on π/μ" in of(trainer, weight={"over": "current"})
+    lacks = "no mask that keeps where mean_t tv(π_old/μ) ≤ 0.1"
+    assert lacks in of("verl", mask=[{"kind": "tv", "reduce": "mean", "max": 0.1}])
+    for trainer in ("verl", "trl", "miles"):
+        assert "no weight sg[min(w_t, 2)], w = π/μ" in of(trainer, weight={"over": "current"})
     assert "off_policy_mask_threshold=0.1" in of("trl", mask=[{"kind": "opsm", "delta": 0.1}])
-    assert "TRL has no OPSM of A > 0" in of("trl", mask=[{"kind": "opsm", "delta": 0.1, "sign": "positive"}])
+    assert "no mask that keeps where not (A > 0" in of("trl", mask=[{"kind": "opsm", "delta": 0.1, "sign": "positive"}])
     assert "rs_veto_threshold: 0.001" in of("miles", mask=[{"kind": "veto", "min": 1e-3}], weight={})
     # verl reads a lower bound of 0 as none: the smallest number it accepts stands for it.
     for low, shown in ((0.0, 1e-06), (0.5, 0.5)):

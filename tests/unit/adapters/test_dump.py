@@ -14,8 +14,8 @@ import torch
 from tests.support.adapter_calls import CALLS
 
 import trimtab
-from trimtab.adapters import dump
-from trimtab.adapters.dump import Dump, response_rows
+from trimtab.adapters import recording
+from trimtab.adapters.recording import Dump, response_rows
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.objectives import PolicyLogps, correct
 
@@ -83,8 +83,8 @@ def test_files_are_dated_by_the_clock_of_their_disk(
     earlier run, half an hour ago."""
     path, start = Dump(tmp_path / "logps").write(1, [], rank=0), time.time()
     os.utime(path, (start + 1 - earlier, start + 1 - earlier))
-    monkeypatch.setattr(dump, "_STARTED", start + ahead)
-    monkeypatch.setattr(dump, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+    monkeypatch.setattr(recording, "_STARTED", start + ahead)
+    monkeypatch.setattr(recording, "time", SimpleNamespace(time=lambda: time.time() + ahead))
     assert Dump(tmp_path / "logps").write(1, [], rank=1).parent.name == folder
 
 
@@ -105,9 +105,12 @@ def test_calls_of_a_second_loss_are_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [True, "", 3])
-def test_a_dump_that_is_no_folder_is_named(folder: Any) -> None:
+def test_a_dump_that_is_no_folder_or_cannot_be_written_is_named(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=rf"^dump={folder!r} is not a folder: give one, such as dump=\"logps\"$"):
         Dump(folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrimtabError, match=r"cannot write .*logps"):
+        Dump(tmp_path / "file" / "logps").write(1, [])
 
 
 def test_columns_of_tokens_are_cut_and_what_is_not_finite_becomes_null() -> None:
@@ -126,9 +129,3 @@ def test_a_large_batch_is_written_in_a_second(tmp_path: Path) -> None:
     started = time.process_time()
     Dump(tmp_path).write_call(logps, torch.ones(64, 1).expand(64, 8000))
     assert time.process_time() - started < 3
-
-
-def test_a_dump_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrimtabError, match="log-probs cannot be written"):
-        Dump(tmp_path / "file" / "logps").write(1, [])

@@ -13,8 +13,8 @@ import torch
 from tests.support import adapter_calls
 from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
-from trimtab.adapters import areal, loss_settings, nemo_rl, openrlhf, skyrl, slime
-from trimtab.adapters.loss_settings import SETTINGS, LossSettings, chosen, refuse
+from trimtab.adapters import areal, hooks, nemo_rl, openrlhf, skyrl, slime
+from trimtab.adapters.hooks import SETTINGS, LossSettings, chosen, refuse
 from trimtab.errors import TrimtabError
 from trimtab.objectives import keywords_of, objectives
 from trimtab.objectives.keywords import PART_KEYS
@@ -109,7 +109,12 @@ def test_openrlhf_refuses_when_the_actor_builds_its_loss(monkeypatch: pytest.Mon
         build(0.2, 0.28)
 
 
-def test_settings_that_name_another_loss_or_other_advantages_are_refused() -> None:
+def test_settings_of_another_loss_other_advantages_or_without_effect_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_nemo_rl(monkeypatch)
+    with pytest.raises(TrimtabError, match="reference_policy_kl_penalty has no effect: grpo has kl_coef = 0"):
+        call_nemo_rl(SimpleNamespace(reference_policy_kl_penalty=0.01))
     batch = {"loss_masks": []}
     args = Namespace(trimtab_objective="grpo", calculate_per_token_loss=False, advantage_estimator="gspo")
     with pytest.raises(TrimtabError, match="--advantage-estimator gspo names a loss, which this one replaces"):
@@ -121,12 +126,6 @@ def test_settings_that_name_another_loss_or_other_advantages_are_refused() -> No
     config = SimpleNamespace(loss_reduction="token_mean", max_seq_len=None, grpo_norm_by_std=True)
     with pytest.raises(TrimtabError, match=r"without the standard deviation: set trainer\.algorithm\.grpo_norm_by_std"):
         skyrl.policy_loss("dr-grpo", aggregation="token-mean")(ZEROS, ZEROS, ZEROS, config)
-
-
-def test_nemo_rl_s_reference_without_a_kl_term_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nemo_rl(monkeypatch)
-    with pytest.raises(TrimtabError, match="reference_policy_kl_penalty has no effect: grpo has kl_coef = 0"):
-        call_nemo_rl(SimpleNamespace(reference_policy_kl_penalty=0.01))
 
 
 def test_what_replaces_a_setting_exists() -> None:
@@ -144,7 +143,7 @@ def test_what_replaces_a_setting_exists() -> None:
 
 
 def test_a_setting_that_a_configuration_lacks_is_at_its_default() -> None:
-    table = {"a.b": loss_settings.LossSetting(1), "c": loss_settings.LossSetting(None, "clip_low")}
+    table = {"a.b": hooks.LossSetting(1), "c": hooks.LossSetting(None, "clip_low")}
     for nothing in (None, SimpleNamespace(), {}, {"a": None}, SimpleNamespace(a={"b": 1}, c=None)):
         assert chosen(table, nothing) == {}
     assert chosen(table, {"a": SimpleNamespace(b=2), "c": 3}) == {"a.b": 2, "c": 3}

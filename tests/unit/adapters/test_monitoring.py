@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.testing import assert_close
 
-from trimtab.adapters import areal, monitoring, nemo_rl, openrlhf, prime_rl, skyrl, slime, tinker, verl_records
+from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, recording, skyrl, slime, tinker, verl_records
 from trimtab.adapters.hooks import HOOKS
 from trimtab.adapters.micro_batch import evaluate
 from trimtab.errors import GuardStop, TrimtabError, TrimtabWarning
@@ -41,7 +41,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     monkeypatch.setattr(
         slime, "_score_function", lambda: lambda _, unconcat_tokens, **__: {"log_probs": unconcat_tokens}
     )
-    monitoring._of_process.cache_clear()
+    recording._of_process.cache_clear()
     at_exit: list[Callable[[], Any]] = []
     exits = SimpleNamespace(register=at_exit.append, unregister=lambda _: None)
     monkeypatch.setattr(sys.modules[Monitor.__module__], "atexit", exits)
@@ -128,7 +128,7 @@ def test_the_environment_says_what_stops_the_training(trainer: str, monkeypatch:
         train(range(LOST + 5))
         with pytest.raises(GuardStop, match=f"step {LOST + 4}: ess: "):
             train(range(LOST + 5, LOST + 6))
-    monitoring._of_process.cache_clear()
+    recording._of_process.cache_clear()
     monkeypatch.setenv("TRIMTAB_STOP_ON", "es")
     with pytest.raises(TrimtabError, match="'es' cannot be watched"):
         train(range(1))
@@ -341,10 +341,10 @@ def test_micro_batches_until_an_optimizer_steps_are_one_update() -> None:
 def test_what_cannot_be_watched_is_refused() -> None:
     one = responses(0)
     train, mask = one["logp_train"], one["mask"]
-    watched = monitoring.Observations(Monitor())
+    watched = recording.Observations(Monitor())
     with pytest.raises(TrimtabError, match="passes no log-probs of the sampler"):
         evaluate(objective("reinforce"), PolicyLogps(train, None, mask), advantages(train), monitor=watched)
     with pytest.raises(TrimtabError, match="give True or a folder"):
-        monitoring.observations(Monitor())  # type: ignore[arg-type]
+        recording.observations(Monitor())  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="monitor=5: give True, a folder, or"):
-        monitoring.opened(5, merge_ranks=False)  # type: ignore[arg-type]
+        recording.opened(5, merge_ranks=False)  # type: ignore[arg-type]

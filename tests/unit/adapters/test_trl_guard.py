@@ -31,9 +31,6 @@ def test_its_numbers_are_those_of_the_recipe() -> None:
 def test_what_it_cannot_do_is_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(TrimtabError, match=words):
         Guard(**given)  # type: ignore[arg-type]
-
-
-def test_another_value_is_refused() -> None:
     with pytest.raises(TrimtabError, match="guard=5: give True, or a Guard"):
         TrainsObjective(guard=5)  # type: ignore[arg-type]
 

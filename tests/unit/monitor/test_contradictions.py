@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.monitor.contradictions import INEQUALITIES, Inequality, contradictions
-from trimtab.monitor.curves import curves_of, known_scalars
-from trimtab.monitor.scalar_output import terminal_lines
-from trimtab.monitor.scalars import judge
+from trimtab.monitor.curves import INEQUALITIES, Inequality, contradictions, curves_of, known_scalars
+from trimtab.monitor.scalars import judge, terminal_lines
 
 FIGURES: Mapping[str, Callable[[np.ndarray], float]] = {
     "k3": lambda d: float((np.expm1(d) - d).mean()),

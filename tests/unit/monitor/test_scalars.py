@@ -23,8 +23,7 @@ from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.curves import K3, known_scalars
 from trimtab.monitor.log_alarms import LogAlarms
 from trimtab.monitor.scalar_files import find_scalars, read_scalars
-from trimtab.monitor.scalar_output import terminal_lines
-from trimtab.monitor.scalars import METRICS, judge
+from trimtab.monitor.scalars import METRICS, judge, terminal_lines
 
 FRAMEWORKS = sorted({scalar.framework for scalar in known_scalars()})
 

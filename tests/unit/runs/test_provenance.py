@@ -73,12 +73,14 @@ def test_every_start_of_a_run_is_kept_also_one_that_failed_or_was_killed(tmp_pat
         with pytest.raises(TrimtabError, match="no"):
             start(run, 2, "fails")
         start(run, 3, "ends")
+        with started(run, "without a step", 4):
+            pass
     result = read_starts(tmp_path)
-    assert [part["command"] for part in result] == ["killed", "fails", "ends"]
-    assert [part["last_step"] for part in result] == [None, 2, 3]
-    assert [part["ended"] is None for part in result] == [True, False, False]
-    assert [part["outcome"] for part in result] == [None, "failed", "finished"]
-    assert [part["error"] for part in result] == [None, "no", None]
+    assert [part["command"] for part in result] == ["killed", "fails", "ends", "without a step"]
+    assert [part["last_step"] for part in result] == [None, 2, 3, None]
+    assert [part["ended"] is None for part in result] == [True, False, False, False]
+    assert [part["outcome"] for part in result] == [None, "failed", "finished", "finished"]
+    assert [part["error"] for part in result] == [None, "no", None, None]
 
 
 @pytest.mark.parametrize(
@@ -99,14 +101,6 @@ def test_why_a_start_ended(tmp_path: Path, error: BaseException, outcome: str, m
             raise error
     (part,) = read_starts(tmp_path)
     assert (part["outcome"], part["error"]) == (outcome, message)
-
-
-def test_a_start_that_failed_before_its_first_step_has_no_last_one(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path, CONFIG.dump()) as run:
-        run.log({"step": 1})
-        with started(run, "resumed", 2):
-            pass
-    assert read_starts(tmp_path)[0]["last_step"] is None
 
 
 def test_a_damaged_file_does_not_hide_why_a_start_failed(tmp_path: Path) -> None:

@@ -27,26 +27,21 @@ def test_series_skips_steps_that_did_not_log_a_number(run: Path) -> None:
     assert values.tolist() == [0.5, 2.0]
 
 
-def test_accuracy_starts_at_step_zero_with_the_value_before_training(run: Path) -> None:
-    _metrics(
-        run,
-        {"step": 1, "eval/sort/greedy": 0.25, "eval/sort/before": 0.25},
-        {"step": 2},
-        {"step": 3, "eval/sort/greedy": 0.75},
-    )
+@pytest.mark.parametrize(
+    ("first", "more", "curve"),
+    [
+        ({"greedy": 0.25, "before": 0.25}, [{"step": 2}, {"step": 3, "eval/sort/greedy": 0.75}], {0: 0.25, 3: 0.75}),
+        ({"greedy": 0.5, "before": 0.25}, [], {0: 0.25, 1: 0.5}),
+        ({"greedy": 0.5}, [], {1: 0.5}),
+    ],
+)
+def test_accuracy_starts_at_step_zero_with_the_value_before_training(
+    run: Path, first: dict[str, float], more: list[dict[str, object]], curve: dict[int, float]
+) -> None:
+    _metrics(run, {"step": 1, **{f"eval/sort/{name}": value for name, value in first.items()}}, *more)
     result = read_run(run).accuracy()["sort"]
-    assert result.steps.tolist() == [0, 3]
-    assert result.values.tolist() == [0.25, 0.75]
-    assert (result.before, result.after) == (0.25, 0.75)
-
-
-def test_accuracy_of_a_run_of_one_step_keeps_before_and_after_apart(run: Path) -> None:
-    _metrics(run, {"step": 1, "eval/sort/greedy": 0.5, "eval/sort/before": 0.25})
-    result = read_run(run).accuracy()["sort"]
-    assert (result.before, result.after) == (0.25, 0.5)
-    _metrics(run, {"step": 7, "eval/sort/greedy": 0.5})
-    result = read_run(run).accuracy()["sort"]
-    assert (result.before, result.after) == (None, 0.5)
+    assert dict(zip(result.steps.tolist(), result.values.tolist(), strict=True)) == curve
+    assert (result.before, result.after) == (curve.get(0), curve[max(curve)])
 
 
 @pytest.mark.parametrize(("every", "steps", "after"), [(0, 1, 0.25), (1, 9, 0.25), (2, 9, None), (0, 9, None)])
@@ -70,10 +65,13 @@ def test_samples_come_back_as_written(run: Path) -> None:
     assert all(sample.text.strip() == sample.answer for sample in right)
 
 
-def test_a_trajectory_file_of_another_writer_needs_no_texts(tmp_path: Path) -> None:
+def test_a_trajectory_file_of_another_writer_needs_no_texts_but_rewards(tmp_path: Path) -> None:
     path = tmp_path / "other.parquet"
     pq.write_table(pa.table({"group": [3], "reward": [0.5], "prompt_id": ["p1"]}), path)
     assert read_samples(path)[0].prompt == "p1"
+    pq.write_table(pa.table({"group": [3]}), path)
+    with pytest.raises(TrimtabError, match="no column 'reward'"):
+        read_samples(path)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +107,6 @@ def test_a_damaged_trajectory_file_is_named(run: Path, content: bytes | None) ->
     assert "\n" not in str(error.value)
 
 
-def test_a_file_without_rewards_is_no_trajectory_file(tmp_path: Path) -> None:
-    path = tmp_path / "other.parquet"
-    pq.write_table(pa.table({"group": [3]}), path)
-    with pytest.raises(TrimtabError, match="no column 'reward'"):
-        read_samples(path)
-
-
 def returning(*returns: tuple[int, int]) -> Run:
     rows: list[dict[str, float]] = [{"step": step} for step in range(1, 13)]
     rows[0] |= {"eval/sort/before": 0.25, "eval/sort/greedy": 0.5}
@@ -131,9 +122,7 @@ def test_steps_after_the_one_that_is_gone_on_from_do_not_count() -> None:
     assert run.discarded == [(4, 7), (9, 10)]
     assert run.returns == [Return(8, 3), Return(11, 8)]
     assert returning().kept.rows == returning().rows
-
-
-def test_a_later_return_may_go_back_before_an_earlier_one() -> None:
+    # A later return may go back before an earlier one.
     assert [row["step"] for row in returning((8, 3), (11, 2)).kept.rows] == [1, 2, 11, 12]
 
 

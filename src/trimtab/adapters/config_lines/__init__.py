@@ -4,8 +4,8 @@ First come the trainer's own settings, where its own loss is this one, or nearly
 says how it is not. Where it has none, its adapter's lines, or those of the nearest preset. Option names are those of
 verl 0.9.1, TRL 1.16 and Miles 31f1ca96; the lines of the first two are run (docs/choosing.md).
 
-verl_settings, trl_settings, miles_settings   the settings of each; own_settings: what they share
-adapter_lines                                 the lines of the adapters
+own_settings    the settings of verl, TRL and Miles
+adapter_lines   the lines of the adapters
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.adapters.config_lines.adapter_lines import adapter_lines, written
-from trimtab.adapters.config_lines.miles_settings import miles
-from trimtab.adapters.config_lines.own_settings import Absent
-from trimtab.adapters.config_lines.trl_settings import trl
-from trimtab.adapters.config_lines.verl_settings import verl
+from trimtab.adapters.config_lines.own_settings import Absent, miles, trl, verl
 from trimtab.adapters.hooks import HOOKS, OWN_RUN, hook
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Clipped, Objective, objective

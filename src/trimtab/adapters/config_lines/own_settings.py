@@ -1,16 +1,33 @@
-"""What the settings of verl, TRL and Miles share: their form, and the reason where a trainer lacks a part."""
+"""An objective as settings of the own losses of verl, TRL and Miles; `Absent` where a trainer lacks a part.
+
+verl: overrides of Hydra for its losses and its rollout correction. TRL: arguments of `GRPOConfig`, and of two
+configurations of its experiments. Miles: flags, and the file of the mismatch helper in its examples.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from trimtab.corrections import OPSM, TURN_LEVELS, Band, Divergence, Mask, Veto, Weight
-from trimtab.objectives import Objective
+from trimtab.adapters.config_lines.adapter_lines import ACTOR, ALGORITHM, assignment, verl_aggregation
+from trimtab.corrections import OPSM, Band, Divergence, Mask, Veto, Weight
+from trimtab.objectives import Clipped, GammaWeight, GeometricClip, LogProb, Objective, Reinforce, SoftGate
 
 UNBOUNDED = 1e9
 """In place of no bound where a framework must have one: above the largest ratio, e^20."""
 LEVELS = ("token", "sequence", "geometric")
 """Levels of weights and bands that other trainers have."""
+CORRECTION = f"{ALGORITHM}.rollout_correction"
+LOWEST = 1e-6
+"""Written for a lower bound of 0, which verl refuses and its IcePop form requires."""
+TRL_LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}
+"""TRL's `loss_type` of a clipped ratio by the aggregation."""
+TRL_AGGREGATIONS = {"cispo": "token-mean", "vespo": "token-mean", "sapo": "seq-mean-token-mean"}
+"""The aggregation of TRL's other loss types."""
+ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
+MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 
 
 class Settings(NamedTuple):
@@ -33,36 +50,19 @@ def no_term(built: Objective) -> Absent:
     return Absent(f"no term {built.surrogate.equation('r')}")
 
 
-def no_weight(weight: Weight, name: str) -> Absent:
-    if weight.over == "current":
-        return Absent(f"{name} has no weight on π/μ")
-    if weight.level not in LEVELS:
-        return Absent(f"{name} has no weight for each {_unit(weight.level)}")
-    return Absent(f"{name} has no {weight.level} weight")
+def no_weight(weight: Weight) -> Absent:
+    return Absent(f"no weight {weight.equation()}{', w = π/μ' if weight.over == 'current' else ''}")
 
 
-def no_mask(rule: Mask, name: str) -> Absent:
-    """Returns why a trainer cannot have a rejection rule, which it may have in another form."""
-    if isinstance(rule, Band | Divergence) and rule.over == "current":
-        return Absent(f"{name} has no mask on π/μ")
-    if isinstance(rule, Band):
-        if rule.level not in LEVELS:
-            return Absent(f"{name} has no mask for each {_unit(rule.level)}")
-        return Absent(f"{name} has no {rule.level} mask [{rule.min:g}, {rule.max:g}]")
-    if isinstance(rule, Divergence):
-        of = f"{rule.kind} of a token" if rule.reduce == "token" else f"{rule.reduce} {rule.kind} of a response"
-        return Absent(f"{name} has no mask on the {of} ({rule.max:g})")
-    if isinstance(rule, Veto) and (rule.of, rule.over) != ("ratio", "proximal"):
-        policy = "π_old" if rule.over == "proximal" else "π"
-        return Absent(f"{name} has no veto on {policy}{'/μ' if rule.of == 'ratio' else ''}")
-    if isinstance(rule, OPSM):
-        sign = "" if rule.sign == "negative" else f" of A {'>' if rule.sign == 'positive' else '≠'} 0"
-        return Absent(f"{name} has no OPSM{sign}")
-    return Absent(f"no mask: keep where {rule.equation()}")
+def no_mask(rule: Mask) -> Absent:
+    return Absent(f"no mask that keeps where {rule.equation()}")
 
 
-def _unit(level: str) -> str:
-    return "turn" if level in TURN_LEVELS else "prefix"
+def corrections(
+    built: Objective, weight: Callable[[Weight], Settings], mask: Callable[[Mask], Settings]
+) -> list[Settings]:
+    """Returns the settings of the weight and of the masks, each as a function gives them."""
+    return [*([] if built.weight is None else [weight(built.weight)]), *map(mask, built.masks)]
 
 
 def unset_remarks(built: Objective, name: str) -> list[str]:
@@ -75,3 +75,283 @@ def unset_remarks(built: Objective, name: str) -> list[str]:
     if built.centering:
         raise Absent("no centered scores")
     return remarks
+
+
+def verl(built: Objective) -> list[str]:
+    """Returns overrides of Hydra. What reads π/μ takes the sampler's log-probs for those at the start: bypass_mode."""
+    remarks, bypass = unset_remarks(built, "verl"), built.ratio.over == "behavior"
+    options = {f"{CORRECTION}.rollout_is": "null"}
+    if bypass:
+        if built.weight is not None:
+            raise Absent("no weight beside π/μ")
+        options = {f"{CORRECTION}.bypass_mode": "True"}
+        actor = _verl_dppo(built) if built.masks else _verl_surrogate(built).options
+        if "loss_mode" in actor:
+            remarks.append("# with verl's trainer V1, its default; v0 replaces the loss in bypass_mode")
+    else:
+        surrogate, given = _verl_surrogate(built), corrections(built, _verl_weight, _verl_mask)
+        actor = dict(surrogate.options)
+        remarks += [remark for one in (surrogate, *given) for remark in one.remarks]
+        joined: dict[str, list[str]] = {}
+        for one in given:
+            for key, value in one.options.items():
+                joined.setdefault(key, []).append(value.strip('"'))
+        # Several rules share one key.
+        options |= {f"{CORRECTION}.{key}": _quoted(",".join(values)) for key, values in joined.items()}
+        if built.masks and not _verl_denominators(built):
+            remarks.append("# differs: verl leaves rejected tokens out of the denominators, and counts every sequence")
+    if actor.get("loss_mode") == "sapo" and built.aggregation.kind != "seq-mean-token-mean":
+        remarks.append("# differs: verl's sapo aggregates by seq-mean-token-mean, whatever loss_agg_mode says")
+    options["actor_rollout_ref.rollout.calculate_log_probs"] = "True"
+    modes = {f"{ACTOR}.{'policy_loss.' if key == 'loss_mode' else ''}{key}": value for key, value in actor.items()}
+    return [assignment(key, value) for key, value in (options | modes | verl_aggregation(built)).items()] + remarks
+
+
+def _verl_denominators(built: Objective) -> bool:
+    """Whether verl, which takes rejected tokens out of its mask and counts every sequence, divides as the objective."""
+    kind, original = built.aggregation.kind, built.aggregation.denominator == "original"
+    if kind == "token-mean":
+        return not original
+    whole = all(getattr(rule, "level", getattr(rule, "reduce", "")) != "token" for rule in built.masks)
+    return original and (whole or kind != "seq-mean-token-mean")
+
+
+def _quoted(text: str) -> str:
+    """Returns a value in the grammar of Hydra, which reads 0.5_5 as the number 0.55, and a comma as a choice."""
+    return f'"{text}"' if re.search(r"\d_\d|,", text) else text
+
+
+def _verl_dppo(built: Objective) -> dict[str, str]:
+    """Returns the settings of the actor for the masks that verl has over π/μ."""
+    losses = {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}
+    [rule, *more] = built.masks
+    if not (
+        isinstance(rule, Divergence)
+        and isinstance(built.surrogate, Reinforce)
+        and (rule.over, rule.reduce, rule.outward) == ("current", "token", True)
+        and rule.kind in losses
+        and not more
+    ):
+        raise no_mask(rule)
+    bound = f"{rule.max:g}"
+    ceiling = f"{min(built.surrogate.ceiling, UNBOUNDED):g}"
+    return {"loss_mode": losses[rule.kind], "clip_ratio_low": bound, "clip_ratio_high": bound, "clip_ratio_c": ceiling}
+
+
+def _verl_surrogate(built: Objective) -> Settings:
+    part, level = built.surrogate, built.ratio.level
+    if isinstance(part, LogProb):
+        return Settings({"loss_mode": "gpg"})
+    if isinstance(part, Clipped) and level in ("token", "geometric"):  # None clips the product of a response.
+        bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
+        if level == "geometric":
+            remarks = () if part.dual is None else ("# differs: verl's gspo has no dual clip",)
+            return Settings({"loss_mode": "gspo", **bounds}, remarks)
+        # verl always has a dual clip.
+        return Settings({**bounds, "clip_ratio_c": "1e9" if part.dual is None else f"{part.dual:g}"})
+    if level != "token":
+        raise no_term(built)
+    if isinstance(part, Reinforce):
+        relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{min(part.ceiling, UNBOUNDED) - 1:.10g}"}
+        return Settings({"loss_mode": "cispo", **relative})
+    if isinstance(part, SoftGate):
+        return Settings({"loss_mode": "sapo", "tau_pos": f"{part.positive:g}", "tau_neg": f"{part.negative:g}"})
+    if isinstance(part, GeometricClip):
+        bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
+        remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
+        return Settings({"loss_mode": "geo_mean", **bounds}, (remark,))
+    raise no_term(built)
+
+
+def _verl_weight(weight: Weight) -> Settings:
+    if weight.level not in ("token", "sequence") or weight.over == "current":
+        raise no_weight(weight)
+    threshold, remarks = f"{weight.high:g}", ()
+    if weight.bound == "mask":
+        threshold = f'"{max(weight.low, LOWEST):g}_{weight.high:g}"'
+    elif weight.bound == "clip":
+        remarks = (f"# differs: verl only bounds the weight from above; nothing bounds it at {weight.low:g}",)
+    normalize = {"rollout_is_batch_normalize": "true"} if weight.normalize else {}
+    return Settings({"rollout_is": weight.level, "rollout_is_threshold": threshold, **normalize}, remarks)
+
+
+def _verl_mask(rule: Mask) -> Settings:
+    if isinstance(rule, Band) and rule.over == "proximal" and rule.level in LEVELS:
+        option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[rule.level]
+        # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
+        low, high = (f"{max(1 / max(bound, LOWEST), LOWEST):.6g}" for bound in (rule.max, rule.min))
+        remark = f"# verl bounds 1/ratio: these are the reciprocals of [{rule.min:g}, {rule.max:g}]"
+        return Settings({"rollout_rs": option, "rollout_rs_threshold": f'"{low}_{high}"'}, (remark,))
+    if isinstance(rule, Divergence) and rule.over == "proximal" and not rule.outward and rule.kind in ("k2", "k3"):
+        # Its k1 bounds both sides.
+        option = f"token_{rule.kind}" if rule.reduce == "token" else f"seq_{rule.reduce}_{rule.kind}"
+        return Settings({"rollout_rs": option, "rollout_rs_threshold": f"{rule.max:g}"})
+    raise no_mask(rule)
+
+
+def trl(built: Objective) -> list[str]:
+    remarks = unset_remarks(built, "TRL")
+    if built.ratio.over == "behavior" and not isinstance(built.surrogate, GammaWeight):
+        return [*_trl_async(built), *remarks]
+    settings = [*corrections(built, _trl_weight, _trl_mask), _trl_surrogate(built)]
+    remarks += [remark for one in settings for remark in one.remarks]
+    options = {"vllm_importance_sampling_correction": str(built.weight is not None)}
+    for one in settings:
+        options |= one.options
+    kind = built.aggregation.kind
+    if isinstance(built.surrogate, GeometricClip):
+        if len(settings) > 1 or kind != "seq-mean-token-mean":
+            raise Absent("no geometric mean of clipped ratios with these parts")
+        return [_call("trl.experimental.gmpo.GMPOConfig", options), *remarks]
+    loss = options.get("loss_type", json.dumps(TRL_LOSSES.get(kind))).strip('"')
+    if TRL_AGGREGATIONS.get(loss, kind) != kind or loss == "null":
+        raise Absent(f"no aggregation {kind} of this loss")
+    options["loss_type"] = json.dumps(loss)
+    if built.aggregation.length_max is not None:
+        options["max_completion_length"] = str(built.aggregation.length_max)
+        remarks.append("# max_completion_length is the constant length, and the limit of generation too")
+    if built.advantage == "dr-grpo":
+        options["scale_rewards"] = '"none"'
+    return [_call("GRPOConfig", options), *remarks]
+
+
+def _trl_async(built: Objective) -> list[str]:
+    """Returns the lines of `AsyncGRPOTrainer`, whose loss clips current/sampler; `GRPOTrainer` has no such ratio."""
+    clip = built.surrogate
+    only = built.ratio.level == "token" and built.weight is None and not built.masks
+    if not (isinstance(clip, Clipped) and only and clip.dual is None and built.aggregation.kind == "token-mean"):
+        raise Absent("GRPOTrainer's ratio is π/π_old, AsyncGRPOTrainer's is clipped per token without a dual clip")
+    options = {"epsilon": repr(clip.low), "epsilon_high": repr(clip.high)}
+    return [
+        _call("trl.experimental.async_grpo.AsyncGRPOConfig", options),
+        "# of AsyncGRPOTrainer, with gradient_accumulation_steps=1; GRPOTrainer has no ratio π/μ",
+    ]
+
+
+def _call(name: str, options: Mapping[str, str]) -> str:
+    sampler = [] if "Async" in name else ["    use_vllm=True,"]
+    return "\n".join([f"{name}(", *sampler, *(f"    {key}={value}," for key, value in options.items()), ")"])
+
+
+def _trl_surrogate(built: Objective) -> Settings:
+    part, level = built.surrogate, built.ratio.level
+    if isinstance(part, Clipped) and level in ("token", "geometric"):  # None clips the product of a response.
+        options, remarks = {"epsilon": repr(part.low), "epsilon_high": repr(part.high)}, ()
+        if level == "geometric":
+            options["importance_sampling_level"] = '"sequence"'
+        if part.dual is not None:
+            options["delta"] = repr(part.dual)
+            remarks = ("# differs: TRL's delta caps the ratio where A > 0 too",) if part.dual < 1 + part.high else ()
+        return Settings(options, remarks)
+    if isinstance(part, GammaWeight) and level == "sequence":
+        names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        values = (part.k1_positive, part.k2_positive, part.k1_negative, part.k2_negative)
+        # The product current/sampler is that of TRL's correction, unbounded.
+        weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
+        weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
+        return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})
+    if level != "token":
+        raise no_term(built)
+    if isinstance(part, Reinforce):
+        return Settings({"loss_type": '"cispo"', "epsilon_high": repr(min(part.ceiling, UNBOUNDED))})
+    if isinstance(part, SoftGate):
+        options = {"sapo_temperature_pos": repr(part.positive), "sapo_temperature_neg": repr(part.negative)}
+        return Settings({"loss_type": '"sapo"', **options})
+    if isinstance(part, GeometricClip):
+        return Settings({"epsilon": repr(part.low), "epsilon_high": repr(part.high)})
+    raise no_term(built)
+
+
+def _trl_weight(weight: Weight) -> Settings:
+    if weight.level not in ("token", "sequence") or weight.over == "current":
+        raise no_weight(weight)
+    form, key = "mask" if weight.bound == "mask" else "truncate", "vllm_importance_sampling"
+    options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": repr(weight.high)}
+    options |= {f"{key}_clip_min": repr(weight.low)} if weight.low > 0 else {}
+    return Settings(options, ("# differs: TRL does not normalize the weights",) if weight.normalize else ())
+
+
+def _trl_mask(rule: Mask) -> Settings:
+    if isinstance(rule, OPSM) and rule.sign == "negative":
+        return Settings({"off_policy_mask_threshold": repr(rule.delta)})
+    raise no_mask(rule)
+
+
+def miles(built: Objective) -> list[str]:
+    surrogate, weight = _miles_surrogate(built), None if built.weight is None else _miles_weight(built.weight)
+    masks = [_miles_mask(rule) for rule in built.masks]
+    rows = [f"--advantage-estimator {'gspo' if built.ratio.level == 'geometric' else 'grpo'}"]
+    rows += ["--calculate-per-token-loss"] if built.aggregation.kind == "token-mean" else []
+    rows += [*_flags(surrogate), *surrogate.remarks]
+    if built.advantage == "dr-grpo":
+        rows += ["--disable-grpo-std-normalization"]
+    if built.aggregation.kind not in ("token-mean", "seq-mean-token-mean"):
+        rows += [f"# differs: no aggregation {built.aggregation.kind}; examples/experimental/DrGRPO has a constant one"]
+    helper: dict[str, str] = {}
+    for setting in masks:
+        rows += [*_flags(setting), *setting.remarks]
+        helper |= _keys(setting)
+    if built.ratio.over == "behavior":
+        rows.append("--use-rollout-logprobs")
+    remarks = unset_remarks(built, "Miles")
+    if weight is None:
+        rows += ["# differs: Miles' mismatch helper rejects beside a weight only"] if helper else []
+        return [*rows, *remarks]
+    built_in = _flags(weight)
+    if built_in and not helper:
+        return [*rows, *built_in, *remarks]
+    settings = {**_keys(weight), "use_rs": "false", **helper}
+    for key in ("rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
+        settings.setdefault(key, "null")
+    # Flags and configuration file of the mismatch helper in Miles' examples.
+    rows += ["--use-tis", f"--custom-tis-function-path {MIS}", "--custom-config-path mis.yaml", *remarks, "# mis.yaml"]
+    return [*rows, *(f"{key}: {value}" for key, value in settings.items())]
+
+
+def _flags(setting: Settings) -> list[str]:
+    return [f"{key} {value}".rstrip() for key, value in setting.options.items() if key.startswith("--")]
+
+
+def _keys(setting: Settings) -> dict[str, str]:
+    return {key: value for key, value in setting.options.items() if not key.startswith("--")}
+
+
+def _miles_surrogate(built: Objective) -> Settings:
+    part, level = built.surrogate, built.ratio.level
+    if not isinstance(part, Clipped) or level not in ("token", "geometric"):  # None clips the product of a response.
+        raise no_term(built)
+    dual = {} if part.dual is None else {"--eps-clip-c": f"{part.dual:g}"}
+    return Settings({"--eps-clip": f"{part.low:g}", "--eps-clip-high": f"{part.high:g}", **dual})
+
+
+def _miles_weight(weight: Weight) -> Settings:
+    """Returns flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
+    if weight.level not in LEVELS or weight.over == "current":
+        raise no_weight(weight)
+    built_in = {}
+    if weight.level == "token" and not weight.normalize:
+        custom = {"--custom-tis-function-path": ICEPOP} if weight.bound == "mask" else {}
+        bounds = {"--tis-clip": f"{weight.high:g}", "--tis-clip-low": f"{weight.low:g}"}
+        built_in = {"--use-tis": "", **custom, **bounds}
+    helper = {
+        "use_tis": "true",
+        "tis_level": weight.level,
+        "tis_mode": weight.bound,
+        "tis_lower_bound": f"{float(weight.low)!r}",
+        "tis_upper_bound": f"{float(weight.high)!r}",
+        "tis_batch_normalize": str(weight.normalize).lower(),
+    }
+    return Settings({**built_in, **helper})
+
+
+def _miles_mask(rule: Mask) -> Settings:
+    if isinstance(rule, Band) and rule.over == "proximal" and rule.level in LEVELS:
+        bounds = {"rs_lower_bound": f"{float(rule.min)!r}", "rs_upper_bound": f"{float(rule.max)!r}"}
+        return Settings({"use_rs": "true", "rs_level": rule.level, **bounds})
+    if isinstance(rule, Veto) and (rule.of, rule.over) == ("ratio", "proximal"):
+        remark = "# differs: Miles applies its veto beside a band only (use_rs)"
+        return Settings({"rs_veto_threshold": f"{float(rule.min)!r}"}, (remark,))
+    if isinstance(rule, OPSM) and rule.sign == "negative":
+        remark = "# differs: Miles compares with π_old, not with the sampler"
+        return Settings({"--use-opsm": "", "--opsm-delta": f"{rule.delta:g}"}, (remark,))
+    raise no_mask(rule)

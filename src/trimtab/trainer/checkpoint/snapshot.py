@@ -10,8 +10,8 @@ from trimtab.errors import TrimtabError
 from trimtab.files import parse_toml
 from trimtab.runs import atomic
 from trimtab.runs.directory import RunDirectory
-from trimtab.runs.dotted_keys import flatten
 from trimtab.runs.layout import CONFIG, checkpoint_folder
+from trimtab.text import flatten
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.custom_objective import refuse_other

@@ -20,9 +20,9 @@ from trimtab.errors import Stopped, TrimtabError
 from trimtab.files import parse_json, parse_toml, regular_file
 from trimtab.runs import provenance
 from trimtab.runs.directory import locked
-from trimtab.runs.dotted_keys import differences
 from trimtab.runs.layout import CONFIG, LOCK, RESULT
 from trimtab.runs.summary import RunSummary, write_table
+from trimtab.text import differences
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.lab.experiment import ExperimentPlan, PlannedRun, SkippedRun, plan_from_recipe
 from trimtab.trainer.processes import WorkerProcess

@@ -1,6 +1,9 @@
-"""Log-probs of a foreign training run as JSON lines that `trimtab diagnose` reads; needs no library.
+"""What the losses of other trainers are given: written for `trimtab diagnose`, and shown to a `trimtab.Monitor`.
 
-One file an update, in the column names of Trimtab's own trajectory files. A file appears whole or not at all.
+`Dump` needs no library. It writes one file an update, in the column names of Trimtab's own trajectory files; a file
+appears whole or not at all. A monitor is given, or made at the first batch of a process that asks for one. One that is
+made stops the training at what the environment variable TRIMTAB_STOP_ON names, such as `ess,mismatch` (`stop_on` of
+`trimtab.Monitor`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -19,11 +23,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.files import replace_file, writing
+from trimtab.files import readable_errors, replace_file
+from trimtab.monitor import Monitor
 from trimtab.objectives import PolicyLogps
 from trimtab.text import json_value
+
+STOP_ON = "TRIMTAB_STOP_ON"
+OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
+"""Scalars of the monitor that every step has and that a trainer may average over micro-batches and processes."""
+
+MonitorChoice = str | Path | bool | None
+"""True, a folder for the files of each process that trains, or no monitor."""
 
 Columns = Mapping[str, Tensor | Sequence[Any] | None]
 """Values by name of the column; None is left out."""
@@ -99,7 +113,8 @@ class Dump:
             warnings.warn(text, TrimtabWarning, stacklevel=3)
 
     def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
-        with writing(self.folder / name, "log-probs") as path:
+        path = self.folder / name
+        with readable_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, "".join(json.dumps(row) + "\n" for row in batch).encode())
         return path
@@ -114,6 +129,80 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
     later = [(path, int(name[2])) for path, name in names if name and int(name[1]) >= step]
     if not later or any(other == rank for _, other in later):
         return bool(later)
-    with writing(folder, "log-probs"), tempfile.TemporaryFile(dir=folder) as file:
+    with readable_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
         ahead = os.fstat(file.fileno()).st_mtime - time.time()  # of the clock that dates files, which may be a server's
     return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)
+
+
+def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monitor:
+    """Returns the given monitor, one without files for True, or one that writes into a folder.
+
+    A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`. Without it, each rank of
+    `torch.distributed` has the folder `rank_RANK`. Raises `TrimtabError` for what is none of these.
+    """
+    if not isinstance(monitor, bool | str | Path):
+        if not hasattr(monitor, "observe"):
+            raise TrimtabError(f"monitor={monitor!r}: give True, a folder, or a trimtab.Monitor")
+        return monitor
+    if isinstance(monitor, bool):
+        return Monitor(merge_ranks=merge_ranks, stop_on=stop_on())
+    alone = not merge_ranks and dist.is_available() and dist.is_initialized()
+    folder = Path(monitor) / (f"rank_{dist.get_rank()}" if alone else "")
+    return Monitor(folder, merge_ranks=merge_ranks, stop_on=stop_on())
+
+
+def stop_on() -> list[str]:
+    """Returns what TRIMTAB_STOP_ON names."""
+    return [name for part in os.environ.get(STOP_ON, "").split(",") if (name := part.strip())]
+
+
+class Observations:
+    """What a loss is given in one process. An update ends when an optimizer of `torch.optim` steps in it.
+
+    Ranks are not merged: they do not call a loss alike (pipelines, single sequences); a collective would wait for ever.
+    """
+
+    def __init__(self, monitor: Monitor | str | Path | bool) -> None:
+        self._monitor = opened(monitor, merge_ranks=False)
+        self._step, self._updated = 0, False
+        self._follows_optimizer = False
+
+    def show(self, logps: PolicyLogps, step: int | None = None) -> dict[str, float]:
+        """Adds a micro-batch, and returns the scalars of its update so far.
+
+        step: of the update, where the trainer passes it.
+        """
+        train = logps.current if logps.proximal is None else logps.proximal
+        assert train is not None
+        assert logps.behavior is not None
+        if step is None:
+            if not self._follows_optimizer:  # The hook lasts as long as the process.
+                register_optimizer_step_post_hook(lambda *_: setattr(self, "_updated", True))
+                self._follows_optimizer = True
+            self._step, self._updated = self._step + self._updated, False
+            step = self._step
+        return self._monitor.observe(
+            logp_train=train.detach(),
+            logp_rollout=nan_below_minimum(logps.behavior),
+            mask=logps.mask,
+            step=step,
+            version=None if logps.age is None else step - (logps.age - 1),  # The newest policy has the age 1.
+        )
+
+
+def observations(monitor: MonitorChoice | Observations) -> Observations | None:
+    """Returns the observations of this process: the same object for each call with one setting.
+
+    A trainer may copy or pickle a loss, so a loss keeps the setting and looks the object up.
+
+    monitor: True, or a folder; None and False are none; observations are returned as they are. Raises `TrimtabError`
+    for other values.
+    """
+    if monitor is None or monitor is False or isinstance(monitor, Observations):
+        return monitor or None
+    if not isinstance(monitor, bool | str | Path):
+        raise TrimtabError(f"monitor={monitor!r}: give True or a folder, each process that trains makes its monitor")
+    return _of_process(monitor)
+
+
+_of_process = cache(Observations)
