@@ -209,10 +209,9 @@ def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
     lists = [top for top in tops if top is not None]
     if len(lists) < len(tops):
         return Outcome("note", "not checked: the sampler returns log-probs of sampled tokens only")
-    rows = pair.trainer.score(prompts, completions, pair.sampling.temperature, further=[top.ids for top in lists])
+    scored = pair.score(prompts, completions, further=[top.ids for top in lists])
     sampler, trainer = (
-        np.concatenate(parts).astype(np.float64)
-        for parts in ([top.logps for top in lists], [others for _, others in rows if others is not None])
+        np.concatenate(parts).astype(np.float64) for parts in ([top.logps for top in lists], scored.further)
     )
     sampled = np.concatenate([one.response_ids for one in completions])
     reported = np.concatenate([one.logp_behavior for one in completions])
@@ -222,7 +221,7 @@ def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
         np.where(known, np.exp(sampler) * k3(np.where(known, trainer - sampler, 0.0)), 0.0).sum(1).mean()
     )
     agreement = float((np.where(known, trainer, -np.inf).argmax(1) == sampler.argmax(1)).mean())
-    shown = "all ids" if pair.top_logprobs >= pair.trainer.vocabulary else f"the {pair.top_logprobs} most probable ids"
+    shown = "all ids" if pair.top_logprobs >= pair.vocabulary else f"the {pair.top_logprobs} most probable ids"
     figures = {"divergence": divergence, "top1_agreement": agreement, "ids": float(ids.shape[1])}
     detail = (
         f"divergence {short(divergence)} nats per token over {shown}; the most probable id agrees at {agreement:.1%}"
@@ -304,7 +303,7 @@ def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredRespo
         readings["before truncation"] = (temperature, False)
     distances = {}
     for name, (divisor, kept) in readings.items():
-        logp = np.concatenate([row for row, _ in pair.trainer.score(prompts, completions, divisor, kept=kept)])
+        logp = np.concatenate(pair.score(prompts, completions, divisor, kept=kept).logp_trainer)
         distances[name] = float(np.abs(logp - reported).mean())
     nearest = min(distances, key=lambda name: distances[name])
     settings = f"temperature {temperature:g}, top_p {configured.top_p:g}, top_k {configured.top_k}"
@@ -385,21 +384,20 @@ def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
         len(prompt.ids) + len(one.response_ids) for prompt, one in zip(scored.prompts, scored.completions, strict=True)
     ]
     shortest = int(np.argmin(lengths))
-    [(alone, _)] = pair.trainer.score([scored.prompts[shortest]], [scored.completions[shortest]], scored.temperature)
-    return float(k3(alone - scored.logp_trainer[shortest]).mean())
+    alone = pair.score([scored.prompts[shortest]], [scored.completions[shortest]], scored.temperature)
+    return float(k3(alone.logp_trainer[0] - scored.logp_trainer[shortest]).mean())
 
 
 def check_training_mode(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares training and evaluation mode of the trainer: before any update the ratio must be 1."""
     shortest = samples[min(samples)]
     prompts, completions = shortest.prompts[:2], shortest.completions[:2]
-    was_training = pair.trainer.model.training
+    was_training = pair.model.training
     passes = []
     for training in (True, False):
-        pair.trainer.model.train(training)
-        rows = pair.trainer.score(prompts, completions, pair.sampling.temperature)
-        passes.append(np.concatenate([row for row, _ in rows]))
-    pair.trainer.model.train(was_training)
+        pair.model.train(training)
+        passes.append(np.concatenate(pair.score(prompts, completions).logp_trainer))
+    pair.model.train(was_training)
     size = float(k3(passes[0] - passes[1]).mean())
     detail, figures = f"k3 {short(size)} between training and evaluation mode of the trainer", {"k3/modes": size}
     if size <= pair.bound:

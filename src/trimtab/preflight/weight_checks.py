@@ -88,7 +88,7 @@ def _different(pair: EnginePair) -> list[str]:
     Empty where the sampler does not return the tensors in use.
     """
     held = dict(pair.engine.named_weights()) if pair.weights_in_use else {}
-    weights = ((name, tensor) for name, tensor in named_weights(pair.trainer.model) if name in held)
+    weights = ((name, tensor) for name, tensor in named_weights(pair.model) if name in held)
     return [name for name, tensor in weights if not torch.equal(held[name], tensor.to(held[name]))]
 
 
@@ -143,7 +143,7 @@ def _equal(a: ScoredResponses, b: ScoredResponses) -> bool:
 @contextmanager
 def changed_weights(pair: EnginePair) -> Iterator[dict[str, Tensor]]:
     """Adds seeded noise to every trained weight of the trainer; yields the original ones, which it restores."""
-    trained = {name: p for name, p in pair.trainer.model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in pair.model.named_parameters() if p.requires_grad}
     if pair.lora:
         trained = {name: p for name, p in trained.items() if "lora_B" in name}
     original = {name: p.detach().clone() for name, p in trained.items()}
@@ -163,7 +163,7 @@ def changed_weights(pair: EnginePair) -> Iterator[dict[str, Tensor]]:
 @torch.no_grad()
 def stale_tensors(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> tuple[list[str], float]:
     """Returns the tensors whose old values the sampler holds, and k3 of the trainer with these old values."""
-    parameters = dict(pair.trainer.model.named_parameters())
+    parameters = dict(pair.model.named_parameters())
     new = {name: parameters[name].clone() for name in original}
     found: list[str] = []
     left = scored.k3
@@ -185,15 +185,13 @@ def stale_tensors(pair: EnginePair, scored: ScoredResponses, original: Mapping[s
 def _suspects(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> list[str]:
     """Returns the tensors towards whose old values the sampler lies, those that stand out most first."""
     changed = {
-        name: p
-        for name, p in pair.trainer.model.named_parameters()
-        if name in original and not torch.equal(p, original[name])
+        name: p for name, p in pair.model.named_parameters() if name in original and not torch.equal(p, original[name])
     }
     products = []
     for index, completion in enumerate(scored.completions):
         row = slice(index, index + 1)
         with torch.enable_grad():
-            logp = pair.trainer.logps(scored.prompts[row], [completion], scored.temperature).logp[0]
+            logp = pair.logps(scored.prompts[row], [completion], scored.temperature)[0][0]
             left = torch.from_numpy(completion.logp_behavior).to(logp) - logp.detach()
             gradients = torch.autograd.grad((left * logp).sum(), list(changed.values()))
         steps = (original[name] - p for name, p in changed.items())
