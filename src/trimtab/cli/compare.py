@@ -24,23 +24,17 @@ EXIT_RUNS_FAILED = 1
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--methods",
-        metavar="METHOD...",
-        help="Objectives, with keywords as in icepop:weight_max=3; your own as module:function.",
+        metavar="METHOD...", help="Objectives, with keywords as in icepop:weight_max=3; your own as module:function."
     ),
 ]
 Regimes = Annotated[
-    list[str] | None,
-    typer.Option("--regimes", metavar="REGIME...", help="Kinds of mismatch; a + joins several: stale-32+int3."),
+    list[str] | None, typer.Option(metavar="REGIME...", help="Kinds of mismatch; a + joins several: stale-32+int3.")
 ]
 
 Tune = Annotated[
     int | None,
     typer.Option(
-        "--tune",
-        metavar="N",
-        min=1,
-        help="First tune each method in each regime with six settings and N other seeds; adds rows.",
+        metavar="N", min=1, help="First tune each method in each regime with six settings and N other seeds; adds rows."
     ),
 ]
 
@@ -48,21 +42,18 @@ Tune = Annotated[
 def compare(
     methods: Methods = None,
     regimes: Regimes = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Runs of each pair. Default: 5.")] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where runs and results go.")] = Path(
-        "runs/compare"
-    ),
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each pair. Default: 5.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs and results go.")] = Path("runs/compare"),
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
             metavar="PATH",
             help="`laboratory-long`, `laboratory-tools`, or a real model on quickstart's task. Default: laboratory.",
         ),
     ] = None,
     sets: Sets = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Runs at a time, one thread each. Default: all cores.")
+        int | None, typer.Option(min=1, help="Runs at a time, one thread each. Default: all cores.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of all runs.")] = False,
     tune: Tune = None,

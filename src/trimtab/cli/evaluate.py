@@ -33,7 +33,6 @@ Models = Annotated[
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
-        "--task",
         metavar="TASK[:KEY=VALUE,...]",
         help="A task or a recipe, with options; a file: file:path=FILE,holdout=1; repeatable. Default: the run's own.",
     ),
@@ -42,33 +41,25 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="An option of a single task or recipe; repeatable."),
 ]
-Problems = Annotated[
-    int | None, typer.Option("--problems", min=1, help="Use the first so many test problems. Default: all.")
-]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", min=0.0, help="Default: greedy for one sample, 1 for several.")
-]
-Limit = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, help="Response length. Default: what the task needs.")
-]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
-]
+Problems = Annotated[int | None, typer.Option(min=1, help="Use the first so many test problems. Default: all.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="Default: greedy for one sample, 1 for several.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Response length. Default: what the task needs.")]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")]
 
 
 def evaluate(
     models: Models,
     task: Tasks = None,
     sets: Sets = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Responses per problem; 1 is greedy.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per problem; 1 is greedy.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Also measure greedy accuracy.")] = False,
     problems: Problems = None,
     temperature: Temperature = None,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     max_tokens: Limit = None,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: Dtype = None,
-    which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
+    which: Annotated[str, typer.Option(help="`last` or `best` checkpoint of a run.")] = "last",
     trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:

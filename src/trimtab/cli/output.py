@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from trimtab.cli import starting
-from trimtab.cli.commands import COMMANDS
+from trimtab.cli.starting import COMMANDS
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
 from trimtab.runs.layout import CONFIG

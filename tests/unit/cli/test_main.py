@@ -13,8 +13,8 @@ from tests.support.commands import Printed
 
 import trimtab
 from trimtab.cli import main
-from trimtab.cli.commands import COMMANDS
 from trimtab.cli.output import run_directory
+from trimtab.cli.starting import COMMANDS
 from trimtab.diagnosis.advice.rules import choices
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
