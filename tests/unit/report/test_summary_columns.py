@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from trimtab.report.cautions import cautions, same_measure
-from trimtab.report.comparison import differing_keys
-from trimtab.report.groups import Group
-from trimtab.report.summary_columns import PROCESS_COLUMNS, RESULT_COLUMNS, outcome, summaries_of
+from trimtab.report.comparison import PROCESS_COLUMNS, RESULT_COLUMNS, differing_keys, outcome, summaries_of
+from trimtab.report.groups import Group, cautions, same_measure
 from trimtab.runs.reader import Run
 
 BASE = {"task.name": "sort", "model.path": "laboratory", "eval.problems": 64, "reward": []}
