@@ -81,8 +81,6 @@ class ColumnResult:
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """The content of the page as data."""
-
     groups: list[Group]
     cautions: list[str]
     results: list[ColumnResult]
@@ -198,12 +196,10 @@ def _page(comparison: RunComparison, folder: Path) -> Page:
 
 def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """Returns the settings that all runs share, for the page's header."""
-    facts = [("runs", str(sum(len(group.runs) for group in groups)))]
-    for name, key in (("model", "model.path"), ("task", "task.name"), ("lr", "optim.lr"), ("steps", "trainer.steps")):
-        value = _shared(groups, key)
-        if value is not None:
-            facts.append((name, format_value(value)))
-    return facts
+    keys = {"model": "model.path", "task": "task.name", "lr": "optim.lr", "steps": "trainer.steps"}
+    shared = {name: _shared(groups, key) for name, key in keys.items()}
+    known = [(name, format_value(value)) for name, value in shared.items() if value is not None]
+    return [("runs", str(sum(len(group.runs) for group in groups))), *known]
 
 
 def _shared(groups: Sequence[Group], key: str) -> Any:
@@ -212,7 +208,6 @@ def _shared(groups: Sequence[Group], key: str) -> Any:
 
 
 def _drawing_text(groups: Sequence[Group]) -> str:
-    """Returns sentences that say what the lines and bands of the figures are."""
     sentences = ["Thick lines are means over seeds, at the steps all seeds of a group have."]
     if len(groups) > BANDS_UP_TO:
         return f"{sentences[0]} With so many groups only the means are drawn."
@@ -227,7 +222,6 @@ def _drawing_text(groups: Sequence[Group]) -> str:
 
 
 def _interval_text(groups: Sequence[Group]) -> str:
-    """Returns sentences that say what the intervals of this page are."""
     counts = sorted({len(group.runs) for group in groups} - {1})
     methods = "; ".join(f"with {count} seeds {interval_method(count)}" for count in counts)
     return (
@@ -329,11 +323,8 @@ def _cell(item: ColumnResult, index: int) -> Cell:
     interval, values = item.intervals[index], item.values[index]
     if interval is None:
         return Cell("–")
-    ends = (
-        f"[{format_in(item.column, interval.low)}, {format_in(item.column, interval.high)}]"
-        if interval.high > interval.low
-        else ""
-    )
+    low, high = format_in(item.column, interval.low), format_in(item.column, interval.high)
+    ends = f"[{low}, {high}]" if interval.high > interval.low else ""
     # A mean over some of the seeds must be recognizable.
     seeds = f" {interval.count} of {len(values)}" if interval.count < len(values) else ""
     return Cell(format_in(item.column, interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)

@@ -60,6 +60,7 @@ def _page(run: Run) -> Page:
     trajectories_every = run.config.get("log", {}).get("trajectories_every", "?")
     no_file = Note(f"This run has no trajectory file (log.trajectories_every = {trajectories_every}).")
     checks = [findings_table(verdict.findings)] if verdict.findings else []
+    events = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
     episodes = episode_section(run)
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
     starts = [
@@ -83,7 +84,7 @@ def _page(run: Run) -> Page:
                     Card("What is minimized", code=equation_of(run.config, run.last)),
                 ],
             ),
-            Section("What the guard did", _events(run)),
+            Section("What the guard did", [Table(("before step", "what"), events, numeric=(0,))] if events else []),
             Section("Outside its healthy range", _outside_ranges(verdict)),
             *chart_sections(run),
             Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
@@ -101,19 +102,14 @@ def _start(part: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
 
 
-def _events(run: Run) -> list[Part]:
-    rows = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
-    return [Table(("before step", "what"), rows, numeric=(0,))] if rows else []
-
-
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
     """Returns the metrics that are outside their range with what to do, those at times only in a box to open."""
 
     def table(state: MetricState) -> list[Part]:
-        found = [item for item in verdict.metrics.values() if item.state == state]
         rows = [
             [item.key, beside(item.shown, bounds(item.key), number), item.steps, *_catalog_texts(item.key)]
-            for item in found
+            for item in verdict.metrics.values()
+            if item.state == state
         ]
         heads = ("metric", "where it is furthest out", "outside in", "healthy", "what to do")
         return [Table(heads, rows, mono=(0,))] if rows else []
