@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from trimtab.trainer.lab.experiment import ExperimentPlan
     from trimtab.trainer.lab.tuning import Choice
 
-EXIT_RUNS_FAILED = 1
-
-
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -101,31 +98,27 @@ def _show(plan: ExperimentPlan, as_json: bool, choices: list[Choice] | None, not
     grid = summarize(read_table(out))
     report = write_experiment_page(grid, out / REPORT, notes=notes)
     figures = write_accuracy_figure(grid, grid.methods, out / "accuracy")
-    text = f"{markdown(grid)}\n\n{legend(grid)}\n"
-    if notes:
-        text += "\n" + "".join(f"- {line}\n" for line in notes)
     if as_json:
         data = _json(grid, out, report) | {"figures": figures}
         if choices is not None:
             data["tuned"] = [{**asdict(choice), "settings": choice.settings} for choice in choices]
         print_json(data)
     else:
-        echo(text)
+        listed = "".join(f"- {line}\n" for line in notes)
+        echo(f"{markdown(grid)}\n\n{legend(grid)}\n" + (f"\n{listed}" if notes else ""))
         for item in plan.skipped:
             echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         echo(f"report: {report}\nfigures: {figures[0]}, {figures[1].name}\nresults: {out / 'results.parquet'}")
     for row in grid.failed:
         echo(f"failed: {row['regime']}/{row['method']} seed {row['seed']}: {row['error']}", err=True)
     if grid.failed:
-        raise typer.Exit(EXIT_RUNS_FAILED)
+        raise typer.Exit(1)
 
 
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
-    scores = []
-    for (method, regime), score in grid.scores.items():
-        numbers = asdict(score)
-        del numbers["rows"]
-        scores.append({"method": method, "regime": regime, **numbers})
+    scores = [{"method": m, "regime": r, **asdict(score)} for (m, r), score in grid.scores.items()]
+    for score in scores:
+        del score["rows"]
     refused = [{"method": m, "regime": r, "reason": reason} for (m, r), reason in grid.refused.items()]
     failed = [{key: row[key] for key in ("method", "regime", "seed", "error")} for row in grid.failed]
     return {

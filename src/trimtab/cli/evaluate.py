@@ -66,7 +66,7 @@ def evaluate(
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     if trusted:
         allow_code()
-    from trimtab.trainer.display import PlainTextConsole, progress
+    from trimtab.trainer.display import PlainTextConsole, progress, terminal_width
     from trimtab.trainer.evaluation import Settings, compare
 
     choices = [source(name, which) for name in models]
@@ -101,9 +101,7 @@ def evaluate(
     if as_json:
         print_json(results.as_dict())
         return
-    console = PlainTextConsole()
-    if not console.is_terminal:
-        console = PlainTextConsole(width=10_000)  # no wrapping in a file or a pipe
+    console = PlainTextConsole(width=terminal_width() or 10_000)  # no wrapping in a file or a pipe
     for item in (*(table.table() for table in results.tables()), *results.remarks()):
         console.print(item)
 
@@ -183,7 +181,6 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
 
 
 def _recipes_of(sources: Sequence[ModelChoice]) -> list[str]:
-    """Returns the recipes of those that are runs."""
     return [str(item.run / CONFIG) for item in sources if item.run is not None]
 
 
@@ -192,14 +189,12 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
     from trimtab.trainer.config import load_config
 
     bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
-    notes = []
-    for recipe in _recipes_of(sources) if bare else []:
-        if environment := load_config(recipe).environment:
-            notes.append(
-                f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
-                f"without them on {', '.join(bare)}; --task {recipe} measures with them"
-            )
-    return notes
+    return [
+        f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
+        f"without them on {', '.join(bare)}; --task {recipe} measures with them"
+        for recipe in (_recipes_of(sources) if bare else [])
+        if (environment := load_config(recipe).environment)
+    ]
 
 
 def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> str:

@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -158,14 +157,10 @@ def _format_warning(message: Warning | str, category: type[Warning], file: str, 
     return clean(f"{file}:{line}: {category.__name__}: {message}\n")
 
 
-def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    echo("".join(traceback.format_exception(kind, error, trace)), err=True, nl=False)
-
-
 def main() -> NoReturn:
     """Run the command line; entry point of the console script."""
     warnings.formatwarning = _format_warning
-    sys.excepthook = _show_bug
+    sys.excepthook = lambda *bug: echo("".join(traceback.format_exception(*bug)), err=True, nl=False)
     # Otherwise the hub client prints its retries around the one-line error for a missing model.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.exit(run(sys.argv[1:]))

@@ -130,8 +130,8 @@ def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> 
     faults = [cause for cause in causes if cause.name not in NOISES]
     figures = {f"k3/{length}": size["k3"] for length, size in sizes.items()}
     total = whole.size.mismatch
-    figures |= {name: total[name] for name in ("k3", "ratio_mean", "ratio_q01", "ratio_q99", "ess_token")}
-    figures["abs_diff_max"] = total["abs_diff_max"]
+    shown = ("k3", "ratio_mean", "ratio_q01", "ratio_q99", "ess_token", "abs_diff_max")
+    figures |= {name: total[name] for name in shown}
     lengths = ", ".join(f"{short(size['k3'])} at {length} tokens" for length, size in sizes.items())
     detail = (
         f"k3 {lengths} (bound {short(pair.bound)}); mean ratio {total['ratio_mean']:.5g}; largest difference "
@@ -154,8 +154,7 @@ def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> O
     prefill and trainer differ, it is in the weights or the numerics of the engine. All at temperature 1, since
     inference engines ignore the temperature in a prefill.
     """
-    score = getattr(pair.engine, "prefill_logps", None)
-    if score is None:
+    if (score := getattr(pair.engine, "prefill_logps", None)) is None:
         return Outcome("note", "skipped: this sampler cannot score given responses")
     parts = list(samples.values())
     if pair.sampling.temperature != 1:
@@ -217,9 +216,8 @@ def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
     reported = np.concatenate([one.logp_behavior for one in completions])
     ids = np.concatenate([top.ids for top in lists])
     known = np.isfinite(sampler)
-    divergence = float(
-        np.where(known, np.exp(sampler) * k3(np.where(known, trainer - sampler, 0.0)), 0.0).sum(1).mean()
-    )
+    terms = np.exp(sampler) * k3(np.where(known, trainer - sampler, 0.0))
+    divergence = float(np.where(known, terms, 0.0).sum(1).mean())
     agreement = float((np.where(known, trainer, -np.inf).argmax(1) == sampler.argmax(1)).mean())
     shown = "all ids" if pair.top_logprobs >= pair.vocabulary else f"the {pair.top_logprobs} most probable ids"
     figures = {"divergence": divergence, "top1_agreement": agreement, "ids": float(ids.shape[1])}
@@ -332,8 +330,7 @@ def check_end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) 
             ends.append((int(one.response_ids[-1]), log_ratio[-1]))
             log_ratio = log_ratio[:-1]
         others.append(log_ratio)
-    wrong = sorted({token for token, _ in ends} - pair.stop_ids)
-    if wrong:
+    if wrong := sorted({token for token, _ in ends} - pair.stop_ids):
         names = ", ".join(f"{token} ({pair.tokenizer.decode([token])!r})" for token in wrong)
         faults.append(
             f"responses end with token {names}, which is none of the model's end tokens {sorted(pair.stop_ids)}"
@@ -380,10 +377,8 @@ def _template_faults(pair: EnginePair) -> list[str]:
 
 def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
     """Returns k3 of the trainer's log-probs of the shortest response alone against those in the whole batch."""
-    lengths = [
-        len(prompt.ids) + len(one.response_ids) for prompt, one in zip(scored.prompts, scored.completions, strict=True)
-    ]
-    shortest = int(np.argmin(lengths))
+    pairs = zip(scored.prompts, scored.completions, strict=True)
+    shortest = int(np.argmin([len(prompt.ids) + len(one.response_ids) for prompt, one in pairs]))
     alone = pair.score([scored.prompts[shortest]], [scored.completions[shortest]], scored.temperature)
     return float(k3(alone.logp_trainer[0] - scored.logp_trainer[shortest]).mean())
 

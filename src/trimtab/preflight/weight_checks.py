@@ -59,12 +59,8 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
         f"every trained weight changed by {NOISE:.0%}: k3 {short(before)} before, {short(withheld.k3)} while the "
         f"change is withheld, {short(published.k3)} once it is published"
     )
-    figures = {
-        "k3/before": before,
-        "k3/withheld": withheld.k3,
-        "k3/published": published.k3,
-        "k3/new_prompts": fresh.k3,
-    }
+    figures = {"k3/before": before, "k3/withheld": withheld.k3, "k3/published": published.k3}
+    figures["k3/new_prompts"] = fresh.k3
     if changed:
         figures["tensors/changed"], figures["tensors/different"] = float(len(changed)), float(len(wrong))
     if not problem:
@@ -116,20 +112,18 @@ def _verdict(
     if fresh.k3 <= limit < published.k3:
         what = "only prompts asked before are wrong: cached under the old weights (stale-cache)"
         return what, CAUSES["stale-cache"].fix
+    fix = CAUSES["undelivered"].fix
     if _equal(withheld, published):
-        return f"{_nothing_arrived(pair)}: the sampler's log-probs are those of before, to the bit", CAUSES[
-            "undelivered"
-        ].fix
+        return f"{_nothing_arrived(pair)}: the sampler's log-probs are those of before, to the bit", fix
     versions = {int(version) for one in published.completions for version in one.policy_version}
     if versions != {pair.version}:
-        return f"tokens carry version {sorted(versions)} and not {pair.version}", CAUSES["undelivered"].fix
+        return f"tokens carry version {sorted(versions)} and not {pair.version}", fix
     stale, left = stale_tensors(pair, published, original) if published.k3 > EXACT else ([], 0.0)
     if stale:
         others = " and others" if left > limit else ""
-        what = f"not published: {join_names(stale)}{others}; k3 {short(left)} with the old values in the trainer"
-        return what, CAUSES["undelivered"].fix
+        return f"not published: {join_names(stale)}{others}; k3 {short(left)} with the old values in the trainer", fix
     if max(published.k3, fresh.k3) > limit:
-        return "a part of the weights did not arrive", CAUSES["undelivered"].fix
+        return "a part of the weights did not arrive", fix
     return "", ""
 
 

@@ -115,7 +115,6 @@ def _sample(
     """Returns the responses to prompts.
 
     `numbered` has the prompts by their position in the evaluation; `seeds` are that of the evaluation and the call's.
-
     The engine's random draws depend on a prompt's index in the call, so each call needs its own seed.
     """
     prompts = list(numbered.values())
@@ -211,7 +210,6 @@ class Settings:
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature of the samples."""
         return (0.0 if self.samples == 1 else 1.0) if self.temperature is None else self.temperature
 
     def modes(self) -> tuple[Mode, ...]:
@@ -339,7 +337,6 @@ def _measure(
     mode: Mode,
     progress: Callable[[str, int, int], None] | None,
 ) -> EvalResult:
-    """Returns the result of one model, task and mode."""
     sampling = SamplingParams(
         temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
         top_p=settings.top_p,
