@@ -67,9 +67,8 @@ class MethodScore:
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
 
     @property
-    def mark(self) -> str:
-        """` †` where most of its runs collapsed."""
-        return " †" if 2 * self.collapsed > len(self.values) else ""
+    def collapsed_mostly(self) -> bool:
+        return 2 * self.collapsed > len(self.values)
 
     @property
     def interval_text(self) -> str:
@@ -164,7 +163,8 @@ def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
     score = table.scores.get((method, regime))
     if score is None:
         return "–"
-    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text])) + score.mark
+    mark = "†" if score.collapsed_mostly else ""
+    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text, mark]))
 
 
 def legend(table: ComparisonTable) -> str:
@@ -275,7 +275,7 @@ def _cell(table: ComparisonTable, method: str, regime: str) -> Cell:
         return Cell("–", hint=table.refused.get((method, regime), ""))
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return Cell(
-        f"{score.accuracy.mean:.3f} {score.rank_text}{score.mark}",
+        f"{score.accuracy.mean:.3f} {score.rank_text}{' †' if score.collapsed_mostly else ''}",
         note=score.interval_text,
         shade=_shade(score.accuracy.mean, table.before),
         hint=f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
