@@ -19,7 +19,7 @@ from trimtab.plugins import allow_code
 from trimtab.runs.layout import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
-    from trimtab.trainer.evaluation import ModelSpec, TaskSpec
+    from trimtab.trainer.evaluation import TaskSpec
 
 CHECKPOINT = re.compile(r"step-\d{6,}")
 
@@ -67,7 +67,7 @@ def evaluate(
     if trusted:
         allow_code()
     from trimtab.trainer.display import PlainTextConsole, progress, terminal_width
-    from trimtab.trainer.evaluation import Settings, compare
+    from trimtab.trainer.evaluation import ModelSpec, Settings, compare
 
     choices = [source(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
@@ -92,7 +92,7 @@ def evaluate(
             update(completed=done, total=total, **first)
 
         results = compare(
-            [item.spec() for item in choices],
+            [ModelSpec(item.label, item.folder) for item in choices],
             [choice.spec for choice in task_choices],
             settings,
             progress=on_problems,
@@ -119,13 +119,8 @@ class ModelChoice:
         """The name of the model in tables."""
         return f"{self.name} ({self.which})" if self.run is not None and self.which == "best" else self.name
 
-    def spec(self) -> ModelSpec:
-        from trimtab.trainer.evaluation import ModelSpec
-
-        return ModelSpec(self.label, self._folder)
-
     @contextmanager
-    def _folder(self) -> Iterator[str]:
+    def folder(self) -> Iterator[str]:
         """Yields a name for the model loader; the model of a run is exported to a temporary folder."""
         from trimtab.trainer.config import LABORATORY_MODELS
 

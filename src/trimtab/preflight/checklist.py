@@ -74,7 +74,6 @@ class Preflight:
         return "fit to train" + (f"; see {', '.join(noted)}" if noted else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the result for JSON."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,

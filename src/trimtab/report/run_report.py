@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -62,10 +61,14 @@ def _page(run: Run) -> Page:
     checks = [findings_table(verdict.findings)] if verdict.findings else []
     events = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
     episodes = episode_section(run)
+    files = trajectory_files(run.path / TRAJECTORIES)
+    shown = evenly_spaced(list(files), STEPS_SHOWN)
+    samples = [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
-    starts = [
-        Card("Start" if index == 0 else "Resumed", [Table((), _start(part))]) for index, part in enumerate(run.starts)
-    ]
+    starts = []
+    for part in run.starts:  # names and values, without what is not known
+        rows = [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
+        starts.append(Card("Resumed" if starts else "Start", [Table((), rows)]))
     description = run.config.get("description", "")
     return Page(
         kind="Trimtab run",
@@ -89,17 +92,12 @@ def _page(run: Run) -> Page:
             *chart_sections(run),
             Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
             Section("Episodes", episodes),
-            Section("Sampled completions", [*last_turn, *_samples(run.path)] or [no_file]),
+            Section("Sampled completions", [*last_turn, *samples] or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
             Section("Where it comes from", starts or [Note("This run has no provenance.json.")]),
             Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text(encoding="utf-8"))])]),
         ],
     )
-
-
-def _start(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns a start of the run in names and values, without what is not known."""
-    return [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
 
 
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
@@ -188,16 +186,14 @@ def _mismatch_views(run: Run) -> list[Part]:
     ]
 
 
-def _in_documented_order(keys: Iterable[str]) -> list[str]:
-    """Returns documented keys in the order of the documentation, then the others."""
-    order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
-    return sorted(keys, key=lambda key: (order[row.key] if (row := metric(key)) else len(order), key))
-
-
 def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
-    """Returns one row per logged key: its values, its state over the run, and its healthy range."""
+    """Returns one row per logged key: its values, its state over the run, and its healthy range.
+
+    Documented keys are in the order of the documentation, before the others.
+    """
+    order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
     rows = []
-    for key in _in_documented_order(run.keys):
+    for key in sorted(run.keys, key=lambda key: (order[row.key] if (row := metric(key)) else len(order), key)):
         _, values = run.series(key)
         first = next((step[key] for step in run.rows if key in step), None)
         last = number(run.last[key]) if key in run.last else "–"
@@ -208,12 +204,6 @@ def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
         rows.append([key, number(first), last, *numbers, state, _catalog_texts(key)[0]])
     heads = ("key", "first", "last", "median", "min", "max", "over the run", "healthy")
     return Table(heads, rows, numeric=range(1, 6), mono=(0,))
-
-
-def _samples(path: Path) -> list[Part]:
-    files = trajectory_files(path / TRAJECTORIES)
-    shown = evenly_spaced(list(files), STEPS_SHOWN)
-    return [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
 
 
 def _sample_step(step: int, file: Path, *, open: bool) -> Fold:
