@@ -47,6 +47,15 @@ def test_help_and_recipes_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.e2e
+def test_a_reader_of_json_may_stop_early() -> None:
+    command = [sys.executable, "-m", "trimtab", "recipes", "--keys", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None  # noqa: PT018
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
 @pytest.mark.parametrize("command", [name for name, facts in COMMANDS.items() if facts.one_process])
 def test_commands_of_one_process_are_refused_under_torchrun(
     command: str, monkeypatch: pytest.MonkeyPatch, printed: Printed, tmp_path: Path
