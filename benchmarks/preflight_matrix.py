@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from shared import options_of
-from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
 from trimtab.preflight.checklist import PARTS, WHOLE, check_prefill
+from trimtab.preflight.engine_pair import build_pair, default_bound, pair_config
 from trimtab.trainer.models.load import BUNDLED
 
 SAMPLERS = {

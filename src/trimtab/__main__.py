@@ -6,7 +6,7 @@ import os
 import sys
 
 from trimtab.cli import starting
-from trimtab.cli.commands import COMMANDS
+from trimtab.cli.starting import COMMANDS
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
 

@@ -10,8 +10,7 @@ from tests.support.engines import tokenizer
 from tests.support.vllm_support import needs_vllm, policy
 
 from trimtab.preflight import checklist
-from trimtab.preflight.build_pair import build_pair, default_bound, pair_config
-from trimtab.preflight.engine_pair import EnginePair
+from trimtab.preflight.engine_pair import EnginePair, build_pair, default_bound, pair_config
 from trimtab.preflight.weight_checks import check_weights
 
 pytestmark = [pytest.mark.slow, needs_vllm]

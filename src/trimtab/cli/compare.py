@@ -18,29 +18,20 @@ if TYPE_CHECKING:
     from trimtab.trainer.lab.experiment import ExperimentPlan
     from trimtab.trainer.lab.tuning import Choice
 
-EXIT_RUNS_FAILED = 1
-
-
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--methods",
-        metavar="METHOD...",
-        help="Objectives, with keywords as in icepop:weight_max=3; your own as module:function.",
+        metavar="METHOD...", help="Objectives, with keywords as in icepop:weight_max=3; your own as module:function."
     ),
 ]
 Regimes = Annotated[
-    list[str] | None,
-    typer.Option("--regimes", metavar="REGIME...", help="Kinds of mismatch; a + joins several: stale-32+int3."),
+    list[str] | None, typer.Option(metavar="REGIME...", help="Kinds of mismatch; a + joins several: stale-32+int3.")
 ]
 
 Tune = Annotated[
     int | None,
     typer.Option(
-        "--tune",
-        metavar="N",
-        min=1,
-        help="First tune each method in each regime with six settings and N other seeds; adds rows.",
+        metavar="N", min=1, help="First tune each method in each regime with six settings and N other seeds; adds rows."
     ),
 ]
 
@@ -48,21 +39,18 @@ Tune = Annotated[
 def compare(
     methods: Methods = None,
     regimes: Regimes = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Runs of each pair. Default: 5.")] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where runs and results go.")] = Path(
-        "runs/compare"
-    ),
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each pair. Default: 5.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs and results go.")] = Path("runs/compare"),
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
             metavar="PATH",
             help="`laboratory-long`, `laboratory-tools`, or a real model on quickstart's task. Default: laboratory.",
         ),
     ] = None,
     sets: Sets = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Runs at a time, one thread each. Default: all cores.")
+        int | None, typer.Option(min=1, help="Runs at a time, one thread each. Default: all cores.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of all runs.")] = False,
     tune: Tune = None,
@@ -110,31 +98,27 @@ def _show(plan: ExperimentPlan, as_json: bool, choices: list[Choice] | None, not
     grid = summarize(read_table(out))
     report = write_experiment_page(grid, out / REPORT, notes=notes)
     figures = write_accuracy_figure(grid, grid.methods, out / "accuracy")
-    text = f"{markdown(grid)}\n\n{legend(grid)}\n"
-    if notes:
-        text += "\n" + "".join(f"- {line}\n" for line in notes)
     if as_json:
         data = _json(grid, out, report) | {"figures": figures}
         if choices is not None:
             data["tuned"] = [{**asdict(choice), "settings": choice.settings} for choice in choices]
         print_json(data)
     else:
-        echo(text)
+        listed = "".join(f"- {line}\n" for line in notes)
+        echo(f"{markdown(grid)}\n\n{legend(grid)}\n" + (f"\n{listed}" if notes else ""))
         for item in plan.skipped:
             echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         echo(f"report: {report}\nfigures: {figures[0]}, {figures[1].name}\nresults: {out / 'results.parquet'}")
     for row in grid.failed:
         echo(f"failed: {row['regime']}/{row['method']} seed {row['seed']}: {row['error']}", err=True)
     if grid.failed:
-        raise typer.Exit(EXIT_RUNS_FAILED)
+        raise typer.Exit(1)
 
 
 def _json(grid: ComparisonTable, out: Path, report: Path) -> dict[str, Any]:
-    scores = []
-    for (method, regime), score in grid.scores.items():
-        numbers = asdict(score)
-        del numbers["rows"]
-        scores.append({"method": method, "regime": regime, **numbers})
+    scores = [{"method": m, "regime": r, **asdict(score)} for (m, r), score in grid.scores.items()]
+    for score in scores:
+        del score["rows"]
     refused = [{"method": m, "regime": r, "reason": reason} for (m, r), reason in grid.refused.items()]
     failed = [{key: row[key] for key in ("method", "regime", "seed", "error")} for row in grid.failed]
     return {

@@ -32,11 +32,8 @@ def recipes(
     from trimtab.cli import recipe_keys
     from trimtab.trainer.config import Config, load_config, recipe_names
 
-    if keys and as_json:
-        print_json(Config.model_json_schema())
-        return
     if keys:
-        echo(recipe_keys.text(), nl=False)
+        print_result(as_json, Config.model_json_schema(), recipe_keys.text().removesuffix("\n"))
         return
     described = {name: load_config(name).description for name in recipe_names()}
     if as_json:
@@ -194,10 +191,9 @@ def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
 def _keywords(sets: list[str]) -> dict[str, Any]:
     from trimtab.trainer.config import parse_override
 
-    parsed = dict(parse_override(item) for item in sets)
-    for key in parsed:
-        if "." in key:
-            raise TrimtabError(f"--set {key}: an objective's keywords have no section, write {key.split('.')[-1]}=...")
+    parsed = dict(map(parse_override, sets))
+    if key := next((key for key in parsed if "." in key), ""):
+        raise TrimtabError(f"--set {key}: an objective's keywords have no section, write {key.split('.')[-1]}=...")
     return parsed
 
 

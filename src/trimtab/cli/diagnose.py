@@ -1,4 +1,7 @@
-"""`trimtab diagnose`: measures the mismatch between trainer and sampler and recommends a correction."""
+"""`trimtab diagnose`: measures the mismatch between trainer and sampler and recommends a correction.
+
+`trimtab rescore` writes the same files with a third log-prob, scored again from the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,12 @@ Files = Annotated[
 Framework = Annotated[
     str | None,
     typer.Option(
-        "--framework",
-        metavar="NAME",
-        help="trimtab, verl, trl, miles, slime, prime-rl, nemo-rl or open-instruct. Default: found out.",
+        metavar="NAME", help="trimtab, verl, trl, miles, slime, prime-rl, nemo-rl or open-instruct. Default: found out."
     ),
 ]
 Columns = Annotated[
     list[str] | None,
     typer.Option(
-        "--columns",
         metavar="OURS=THEIRS",
         help="A column of the files under the name used here, as logp_behavior=rollout_logprobs; repeat it, or "
         "separate several by commas. `OURS=` leaves a column of the files out.",
@@ -42,20 +42,17 @@ Columns = Annotated[
 TokenizerName = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer",
         metavar="PATH",
         help="For the texts of token ids: a tokenizer.json, the folder of a model or run that holds one, or a model in "
         "the local Hugging Face cache. Default: that of the run, if the files are of one.",
     ),
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE.html", help=f"Where the page goes. Default: {PAGE} in the current folder."),
+    Path | None, typer.Option(metavar="FILE.html", help=f"Where the page goes. Default: {PAGE} in the current folder.")
 ]
 AgainstFiles = Annotated[
     list[Path] | None,
     typer.Option(
-        "--against",
         metavar="FILE",
         help="Compare with these files or folders, of any framework: how much larger the mismatch is, where, and "
         "whether that is more than chance. Repeat it for several. --framework and --columns are those of both.",
@@ -71,19 +68,16 @@ Redact = Annotated[
 Sampler = Annotated[
     str,
     typer.Option(
-        "--sampler",
         metavar="FORMAT",
         help="What the sampler computes in, if you know it: bfloat16, fp8, int8, int4, awq, fp8-cache, ...",
     ),
 ]
 Lag = Annotated[
-    int | None,
-    typer.Option("--lag", metavar="UPDATES", help="By how many updates all of the sampler's weights are old, if so."),
+    int | None, typer.Option(metavar="UPDATES", help="By how many updates all of the sampler's weights are old, if so.")
 ]
 Tested = Annotated[
     list[str] | None,
     typer.Option(
-        "--tested",
         metavar="NAME=yes|no",
         help="Whether the test of a candidate found it, as model-config=no; repeat it for several.",
     ),
@@ -91,11 +85,32 @@ Tested = Annotated[
 Scalars = Annotated[
     Path | None,
     typer.Option(
-        "--scalars",
         metavar="PATH",
         help="Instead of log-probs, the scalars that a run logged, in the names of any framework: JSON, CSV (as W&B "
         "exports it), TensorBoard events, a trainer_state.json of transformers, or a folder with one of these.",
     ),
+]
+
+
+SUFFIXES = (".parquet", ".jsonl")
+Dump = Annotated[
+    list[Path],
+    typer.Argument(metavar="DUMP...", help="Files or folders with log-probs and token ids, as for `trimtab diagnose`."),
+]
+Model = Annotated[
+    str, typer.Option(metavar="PATH", help="The checkpoint that sampled them: a folder, an HF id, or a bundled name.")
+]
+Table = Annotated[
+    Path, typer.Option(metavar="FILE", help="Where the rows with the third column go: a .parquet or .jsonl file.")
+]
+Limit = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Score an even choice of N responses. Default: all.")
+]
+Step = Annotated[
+    int | None, typer.Option(metavar="N", help="Only the responses of this step, whose weights the checkpoint has.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.01, help="The trainer's temperature. Default: that of the data, else 1.")
 ]
 
 
@@ -222,3 +237,44 @@ def page_path(out: Path | None) -> Path:
     if target.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--out {target} is not a page: give a name that ends in .html, or a folder that exists")
     return target
+
+
+def rescore(
+    dump: Dump,
+    model: Model,
+    out: Table = Path("rescored.parquet"),
+    limit: Limit = None,
+    step: Step = None,
+    temperature: Temperature = None,
+    framework: Framework = None,
+    columns: Columns = None,
+) -> None:
+    """Which side is wrong? Score the ids of a dump a third time, with transformers in float32.
+
+    The ids of prompts and responses are taken as they are, so that no template is applied. The result is the same rows
+    with a column logp_rescored; `trimtab diagnose` on it says whether sampler, trainer or both differ from the
+    checkpoint.
+    """
+    if out.suffix not in SUFFIXES:
+        raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")
+    if any(path.resolve() == out.resolve() for path in dump):
+        raise TrimtabError(f"--out {out} is the file that is read: give another name")
+    from trimtab.preflight.rescoring import encoded
+    from trimtab.preflight.rescoring import rescore as run
+    from trimtab.runs.atomic import write_output
+    from trimtab.trainer.display import progress
+
+    with progress("loading") as update:
+        rows = run(
+            dump,
+            model,
+            framework=framework,
+            columns=parse_columns(columns or []),
+            limit=limit,
+            step=step,
+            temperature=temperature,
+            on_progress=lambda done, whole: update(description="scoring", completed=done, total=whole),
+        )
+    write_output(out, encoded(rows, out.suffix))
+    echo(f"scored    {rows.num_rows} responses with {model} in float32")
+    echo(f"wrote     {out}\nnext      trimtab diagnose {out}")

@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 
 from trimtab.cli.output import Json, print_result, usable_cores
-from trimtab.errors import Finding, Status
+from trimtab.errors import Finding
 from trimtab.plugins import install_hint
 from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
@@ -139,6 +139,6 @@ def _memory() -> Finding:
 
 
 def _enough(name: str, free: int, needed: int, what: str) -> Finding:
-    status: Status = "note" if free < needed else "ok"
-    next_step = f"{what} needs about {needed / GIB:.0f} GiB" if free < needed else ""
-    return Finding(status, name, f"{free / GIB:.1f} GiB", next_step)
+    if free < needed:
+        return Finding("note", name, f"{free / GIB:.1f} GiB", f"{what} needs about {needed / GIB:.0f} GiB")
+    return Finding("ok", name, f"{free / GIB:.1f} GiB")

@@ -19,7 +19,7 @@ from trimtab.plugins import allow_code
 from trimtab.runs.layout import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
-    from trimtab.trainer.evaluation import ModelSpec, TaskSpec
+    from trimtab.trainer.evaluation import TaskSpec
 
 CHECKPOINT = re.compile(r"step-\d{6,}")
 
@@ -33,7 +33,6 @@ Models = Annotated[
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
-        "--task",
         metavar="TASK[:KEY=VALUE,...]",
         help="A task or a recipe, with options; a file: file:path=FILE,holdout=1; repeatable. Default: the run's own.",
     ),
@@ -42,41 +41,33 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="An option of a single task or recipe; repeatable."),
 ]
-Problems = Annotated[
-    int | None, typer.Option("--problems", min=1, help="Use the first so many test problems. Default: all.")
-]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", min=0.0, help="Default: greedy for one sample, 1 for several.")
-]
-Limit = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, help="Response length. Default: what the task needs.")
-]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")
-]
+Problems = Annotated[int | None, typer.Option(min=1, help="Use the first so many test problems. Default: all.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="Default: greedy for one sample, 1 for several.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Response length. Default: what the task needs.")]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. Default: the run's or recipe's, else bfloat16.")]
 
 
 def evaluate(
     models: Models,
     task: Tasks = None,
     sets: Sets = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Responses per problem; 1 is greedy.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per problem; 1 is greedy.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Also measure greedy accuracy.")] = False,
     problems: Problems = None,
     temperature: Temperature = None,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     max_tokens: Limit = None,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: Dtype = None,
-    which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint of a run.")] = "last",
+    which: Annotated[str, typer.Option(help="`last` or `best` checkpoint of a run.")] = "last",
     trusted: AllowCode = False,
     as_json: Json = False,
 ) -> None:
     """Tables of avg@n and pass@k with 95% intervals over problems: a row for each model, a column for each task."""
     if trusted:
         allow_code()
-    from trimtab.trainer.display import PlainTextConsole, progress
-    from trimtab.trainer.evaluation import Settings, compare
+    from trimtab.trainer.display import PlainTextConsole, progress, terminal_width
+    from trimtab.trainer.evaluation import ModelSpec, Settings, compare
 
     choices = [source(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
@@ -101,7 +92,7 @@ def evaluate(
             update(completed=done, total=total, **first)
 
         results = compare(
-            [item.spec() for item in choices],
+            [ModelSpec(item.label, item.folder) for item in choices],
             [choice.spec for choice in task_choices],
             settings,
             progress=on_problems,
@@ -110,9 +101,7 @@ def evaluate(
     if as_json:
         print_json(results.as_dict())
         return
-    console = PlainTextConsole()
-    if not console.is_terminal:
-        console = PlainTextConsole(width=10_000)  # no wrapping in a file or a pipe
+    console = PlainTextConsole(width=terminal_width() or 10_000)  # no wrapping in a file or a pipe
     for item in (*(table.table() for table in results.tables()), *results.remarks()):
         console.print(item)
 
@@ -130,13 +119,8 @@ class ModelChoice:
         """The name of the model in tables."""
         return f"{self.name} ({self.which})" if self.run is not None and self.which == "best" else self.name
 
-    def spec(self) -> ModelSpec:
-        from trimtab.trainer.evaluation import ModelSpec
-
-        return ModelSpec(self.label, self._folder)
-
     @contextmanager
-    def _folder(self) -> Iterator[str]:
+    def folder(self) -> Iterator[str]:
         """Yields a name for the model loader; the model of a run is exported to a temporary folder."""
         from trimtab.trainer.config import LABORATORY_MODELS
 
@@ -192,7 +176,6 @@ def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelC
 
 
 def _recipes_of(sources: Sequence[ModelChoice]) -> list[str]:
-    """Returns the recipes of those that are runs."""
     return [str(item.run / CONFIG) for item in sources if item.run is not None]
 
 
@@ -201,14 +184,12 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
     from trimtab.trainer.config import load_config
 
     bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
-    notes = []
-    for recipe in _recipes_of(sources) if bare else []:
-        if environment := load_config(recipe).environment:
-            notes.append(
-                f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
-                f"without them on {', '.join(bare)}; --task {recipe} measures with them"
-            )
-    return notes
+    return [
+        f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
+        f"without them on {', '.join(bare)}; --task {recipe} measures with them"
+        for recipe in (_recipes_of(sources) if bare else [])
+        if (environment := load_config(recipe).environment)
+    ]
 
 
 def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> str:

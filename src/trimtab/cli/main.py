@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,16 +20,15 @@ from typer.core import TyperGroup
 
 from trimtab.cli import starting
 from trimtab.cli.check_loss import check_loss
-from trimtab.cli.commands import COMMANDS, CommandFacts
 from trimtab.cli.compare import compare
 from trimtab.cli.describe import explain, recipes, show
-from trimtab.cli.diagnose import diagnose
+from trimtab.cli.diagnose import diagnose, rescore
 from trimtab.cli.doctor import doctor
 from trimtab.cli.evaluate import evaluate
 from trimtab.cli.output import Command, echo
 from trimtab.cli.preflight import preflight
 from trimtab.cli.report import report
-from trimtab.cli.rescore import rescore
+from trimtab.cli.starting import COMMANDS, CommandFacts
 from trimtab.cli.train import export, sft, train
 from trimtab.errors import DivergedError, Stopped, TrimtabError, TrimtabWarning
 from trimtab.plugins import only_named
@@ -101,24 +99,13 @@ def _root(
             )
 
 
-FUNCTIONS = {
-    "train": train,
-    "sft": sft,
-    "export": export,
-    "recipes": recipes,
-    "show": show,
-    "explain": explain,
-    "eval": evaluate,
-    "diagnose": diagnose,
-    "rescore": rescore,
-    "preflight": preflight,
-    "check-loss": check_loss,
-    "report": report,
-    "compare": compare,
-    "doctor": doctor,
-}
-for name, function in FUNCTIONS.items():
-    app.command(name, cls=Command, epilog=f"Example: {COMMANDS[name].example}")(function)
+# In the order of `COMMANDS`.
+FUNCTIONS = (
+    *(train, sft, export, recipes, show, explain, evaluate, diagnose, rescore),
+    *(preflight, check_loss, report, compare, doctor),
+)
+for (name, facts), function in zip(COMMANDS.items(), FUNCTIONS, strict=True):
+    app.command(name, cls=Command, epilog=f"Example: {facts.example}")(function)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -133,9 +120,12 @@ def run(arguments: Sequence[str]) -> int:
             list(arguments), prog_name="trimtab", standalone_mode=False, obj=arguments
         )
     except USAGE_ERROR as error:
-        return _print_error(_usage_message(error))
+        if message := _usage_message(error):
+            echo(_one_line(message), err=True)
+        return EXIT_USER_ERROR
     except TrimtabError as error:
-        return _print_error(str(error), EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_USER_ERROR)
+        echo(_one_line(str(error)), err=True)
+        return EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_USER_ERROR
     except Interrupted as stop:
         echo(f"\ntrimtab: interrupted{f'; {stop}' if str(stop) else ''}", err=True)
         return stop.code
@@ -156,12 +146,6 @@ def _usage_message(error: Any) -> str:
     return f"{message} (see: {command} --help)"
 
 
-def _print_error(line: str, code: int = EXIT_USER_ERROR) -> int:
-    if line:
-        echo(_one_line(line), err=True)
-    return code
-
-
 def _one_line(text: str) -> str:
     return f"trimtab: {without_credentials(' '.join(text.split()))}"
 
@@ -173,14 +157,10 @@ def _format_warning(message: Warning | str, category: type[Warning], file: str, 
     return clean(f"{file}:{line}: {category.__name__}: {message}\n")
 
 
-def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    echo("".join(traceback.format_exception(kind, error, trace)), err=True, nl=False)
-
-
 def main() -> NoReturn:
     """Run the command line; entry point of the console script."""
     warnings.formatwarning = _format_warning
-    sys.excepthook = _show_bug
+    sys.excepthook = lambda *bug: echo("".join(traceback.format_exception(*bug)), err=True, nl=False)
     # Otherwise the hub client prints its retries around the one-line error for a missing model.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.exit(run(sys.argv[1:]))

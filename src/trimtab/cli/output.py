@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from trimtab.cli import starting
-from trimtab.cli.commands import COMMANDS
+from trimtab.cli.starting import COMMANDS
 from trimtab.errors import TrimtabError
 from trimtab.plugins import require_extra
 from trimtab.runs.layout import CONFIG
@@ -67,6 +67,8 @@ class Command(TyperCommand):
             # An option without a value would be dropped below, and its default would apply silently.
             if option in MULTI_VALUE_OPTIONS and (not word or word.startswith("-")):
                 raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
+        if "" in args:  # as a path, it would be the current folder
+            raise TrimtabError("an argument is empty: leave it out, or set the variable that it comes from")
         expanded: list[str] = []
         option = ""
         for word in args:
@@ -107,7 +109,11 @@ def only_json(as_json: bool) -> Iterator[None]:
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
     text = json.dumps(json_value(value), indent=2, ensure_ascii=False)
-    typer.echo(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text))  # only strings hold any: an equal value
+    text = UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # only strings hold any: an equal value
+    try:
+        typer.echo(text)
+    except BrokenPipeError:  # its reader, such as `head`, wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_result(as_json: bool, value: Mapping[str, Any], text: str) -> None:

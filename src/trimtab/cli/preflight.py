@@ -73,8 +73,8 @@ def preflight(
     """
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
-    from trimtab.preflight.build_pair import build_pair, default_bound, facts, pair_config
     from trimtab.preflight.checklist import run_checks
+    from trimtab.preflight.engine_pair import build_pair, default_bound, facts, pair_config
     from trimtab.preflight.preflight_page import write_page
 
     config = pair_config(model, sampler, dtype, url, sets or [])

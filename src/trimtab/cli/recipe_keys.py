@@ -67,11 +67,13 @@ def sections() -> Iterator[Keys]:
 
 def keys_of(fields: Mapping[str, FieldInfo], *, nested: bool = False) -> dict[str, Key]:
     """Returns the keys of a section. `nested`: tables inside are keys; otherwise they are separate sections."""
-    return {
-        field.alias or name: Key(_type(field.annotation, field.metadata), _default(field), field.description or "")
-        for name, field in fields.items()
-        if nested or section_of(field.annotation) is None
-    }
+    keys = {}
+    for name, field in fields.items():
+        if nested or section_of(field.annotation) is None:
+            value = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+            default = "required" if field.is_required() else default_text(value)
+            keys[field.alias or name] = Key(_type(field.annotation, field.metadata), default, field.description or "")
+    return keys
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -120,12 +122,6 @@ def _bounds(metadata: Any) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     bounds = [(sign, getattr(part, name)) for part in flat for name, sign in signs.items() if hasattr(part, name)]
     return "".join(f" {sign} {value:g}" for sign, value in bounds if abs(value) < UNLIMITED)
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return default_text(field.get_default(call_default_factory=True, validated_data={}))
 
 
 def default_text(value: Any) -> str:

@@ -18,7 +18,7 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="DIR", help="Where the page goes. Default: beside the run, or above the first of several."
+            metavar="DIR", help="Where the page goes. Default: beside the run, or above the first of several."
         ),
     ] = None,
     as_json: Json = False,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trimtab.trainer.config import Config
 
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
+    Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/RECIPE.", show_default=False)
 ]
 
 
@@ -111,7 +111,7 @@ def _resume_hint(recipe: str, sets: Sequence[str], run: Path, is_comparison: boo
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the model.")],
-    which: Annotated[str, typer.Option("--which", help="`last` or `best` checkpoint.")] = "last",
+    which: Annotated[str, typer.Option(help="`last` or `best` checkpoint.")] = "last",
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The LoRA adapter alone, as peft loads it, instead of the merged model.")
     ] = False,

@@ -31,39 +31,24 @@ CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
 # Placeholder colors that no figure uses otherwise; `to_svg` replaces them by the text and grid colors of the theme.
 INK, GRID = "#010203", "#c5c6c7"
-THEME = {
-    INK: "currentColor",
-    GRID: "var(--grid)",
-    BLUE: "var(--blue)",
-    VERMILLION: "var(--vermillion)",
-    GREEN: "var(--green)",
-    PURPLE: "var(--purple)",
-    ORANGE: "var(--orange)",
-    SKY: "var(--sky)",
+THEME = {INK: "currentColor", GRID: "var(--grid)"}
+THEME |= {
+    color: f"var(--{name})"
+    for color, name in zip(CYCLE, ("blue", "vermillion", "green", "purple", "orange", "sky"), strict=True)
 }
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,
     "font.size": 10,
     "font.family": "sans-serif",
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": INK,
     "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
     "grid.linewidth": 0.5,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
     "legend.fontsize": 9,
     "lines.linewidth": 1.5,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
+    **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("text.parse_math", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
 }
 WIDTH, HEIGHT = 4.2, 2.7  # inches, as text of 10 points is drawn
 Series = tuple[np.ndarray, np.ndarray]
@@ -163,7 +148,6 @@ def log_ticks(axis: Axis) -> None:
 
 
 def log_scale(axes: Axes) -> None:
-    """Set a logarithmic y-axis."""
     axes.set_yscale("log", nonpositive="mask")
     log_ticks(axes.yaxis)
 

@@ -74,7 +74,6 @@ class Preflight:
         return "fit to train" + (f"; see {', '.join(noted)}" if noted else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the result for JSON."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -130,8 +129,8 @@ def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> 
     faults = [cause for cause in causes if cause.name not in NOISES]
     figures = {f"k3/{length}": size["k3"] for length, size in sizes.items()}
     total = whole.size.mismatch
-    figures |= {name: total[name] for name in ("k3", "ratio_mean", "ratio_q01", "ratio_q99", "ess_token")}
-    figures["abs_diff_max"] = total["abs_diff_max"]
+    shown = ("k3", "ratio_mean", "ratio_q01", "ratio_q99", "ess_token", "abs_diff_max")
+    figures |= {name: total[name] for name in shown}
     lengths = ", ".join(f"{short(size['k3'])} at {length} tokens" for length, size in sizes.items())
     detail = (
         f"k3 {lengths} (bound {short(pair.bound)}); mean ratio {total['ratio_mean']:.5g}; largest difference "
@@ -154,8 +153,7 @@ def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> O
     prefill and trainer differ, it is in the weights or the numerics of the engine. All at temperature 1, since
     inference engines ignore the temperature in a prefill.
     """
-    score = getattr(pair.engine, "prefill_logps", None)
-    if score is None:
+    if (score := getattr(pair.engine, "prefill_logps", None)) is None:
         return Outcome("note", "skipped: this sampler cannot score given responses")
     parts = list(samples.values())
     if pair.sampling.temperature != 1:
@@ -209,20 +207,18 @@ def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
     lists = [top for top in tops if top is not None]
     if len(lists) < len(tops):
         return Outcome("note", "not checked: the sampler returns log-probs of sampled tokens only")
-    rows = pair.trainer.score(prompts, completions, pair.sampling.temperature, further=[top.ids for top in lists])
+    scored = pair.score(prompts, completions, further=[top.ids for top in lists])
     sampler, trainer = (
-        np.concatenate(parts).astype(np.float64)
-        for parts in ([top.logps for top in lists], [others for _, others in rows if others is not None])
+        np.concatenate(parts).astype(np.float64) for parts in ([top.logps for top in lists], scored.further)
     )
     sampled = np.concatenate([one.response_ids for one in completions])
     reported = np.concatenate([one.logp_behavior for one in completions])
     ids = np.concatenate([top.ids for top in lists])
     known = np.isfinite(sampler)
-    divergence = float(
-        np.where(known, np.exp(sampler) * k3(np.where(known, trainer - sampler, 0.0)), 0.0).sum(1).mean()
-    )
+    terms = np.exp(sampler) * k3(np.where(known, trainer - sampler, 0.0))
+    divergence = float(np.where(known, terms, 0.0).sum(1).mean())
     agreement = float((np.where(known, trainer, -np.inf).argmax(1) == sampler.argmax(1)).mean())
-    shown = "all ids" if pair.top_logprobs >= pair.trainer.vocabulary else f"the {pair.top_logprobs} most probable ids"
+    shown = "all ids" if pair.top_logprobs >= pair.vocabulary else f"the {pair.top_logprobs} most probable ids"
     figures = {"divergence": divergence, "top1_agreement": agreement, "ids": float(ids.shape[1])}
     detail = (
         f"divergence {short(divergence)} nats per token over {shown}; the most probable id agrees at {agreement:.1%}"
@@ -304,7 +300,7 @@ def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredRespo
         readings["before truncation"] = (temperature, False)
     distances = {}
     for name, (divisor, kept) in readings.items():
-        logp = np.concatenate([row for row, _ in pair.trainer.score(prompts, completions, divisor, kept=kept)])
+        logp = np.concatenate(pair.score(prompts, completions, divisor, kept=kept).logp_trainer)
         distances[name] = float(np.abs(logp - reported).mean())
     nearest = min(distances, key=lambda name: distances[name])
     settings = f"temperature {temperature:g}, top_p {configured.top_p:g}, top_k {configured.top_k}"
@@ -333,8 +329,7 @@ def check_end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) 
             ends.append((int(one.response_ids[-1]), log_ratio[-1]))
             log_ratio = log_ratio[:-1]
         others.append(log_ratio)
-    wrong = sorted({token for token, _ in ends} - pair.stop_ids)
-    if wrong:
+    if wrong := sorted({token for token, _ in ends} - pair.stop_ids):
         names = ", ".join(f"{token} ({pair.tokenizer.decode([token])!r})" for token in wrong)
         faults.append(
             f"responses end with token {names}, which is none of the model's end tokens {sorted(pair.stop_ids)}"
@@ -381,25 +376,22 @@ def _template_faults(pair: EnginePair) -> list[str]:
 
 def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
     """Returns k3 of the trainer's log-probs of the shortest response alone against those in the whole batch."""
-    lengths = [
-        len(prompt.ids) + len(one.response_ids) for prompt, one in zip(scored.prompts, scored.completions, strict=True)
-    ]
-    shortest = int(np.argmin(lengths))
-    [(alone, _)] = pair.trainer.score([scored.prompts[shortest]], [scored.completions[shortest]], scored.temperature)
-    return float(k3(alone - scored.logp_trainer[shortest]).mean())
+    pairs = zip(scored.prompts, scored.completions, strict=True)
+    shortest = int(np.argmin([len(prompt.ids) + len(one.response_ids) for prompt, one in pairs]))
+    alone = pair.score([scored.prompts[shortest]], [scored.completions[shortest]], scored.temperature)
+    return float(k3(alone.logp_trainer[0] - scored.logp_trainer[shortest]).mean())
 
 
 def check_training_mode(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares training and evaluation mode of the trainer: before any update the ratio must be 1."""
     shortest = samples[min(samples)]
     prompts, completions = shortest.prompts[:2], shortest.completions[:2]
-    was_training = pair.trainer.model.training
+    was_training = pair.model.training
     passes = []
     for training in (True, False):
-        pair.trainer.model.train(training)
-        rows = pair.trainer.score(prompts, completions, pair.sampling.temperature)
-        passes.append(np.concatenate([row for row, _ in rows]))
-    pair.trainer.model.train(was_training)
+        pair.model.train(training)
+        passes.append(np.concatenate(pair.score(prompts, completions).logp_trainer))
+    pair.model.train(was_training)
     size = float(k3(passes[0] - passes[1]).mean())
     detail, figures = f"k3 {short(size)} between training and evaluation mode of the trainer", {"k3/modes": size}
     if size <= pair.bound:

@@ -1,14 +1,16 @@
-"""A sampler and a trainer of one model, and responses with the log-probs of both.
+"""A sampler and a trainer of one model, as a recipe describes them, and responses with the log-probs of both.
 
 The trainer scores given responses through Trimtab's packed pass, or as a plain padded batch.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +18,17 @@ import torch
 from torch import Tensor
 
 from trimtab.diagnosis.tokens import TokenTable, k3
-from trimtab.errors import Finding, Status
+from trimtab.errors import Finding, Status, TrimtabError
+from trimtab.runs.provenance import versions
+from trimtab.trainer import tasks
+from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
+from trimtab.trainer.config import Config, is_recipe, load_config
+from trimtab.trainer.engines.factory import build_engines
+from trimtab.trainer.engines.stopping import eos_ids
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.trainer.models.lora import named_weights
-from trimtab.types import Completion, Engine, IntArray, Prompt, SamplingParams
+from trimtab.trainer.rollout.prompts import PromptStream
+from trimtab.types import Completion, Engine, IntArray, Problem, Prompt, SamplingParams
 
 SEED = 0
 EXACT = 1e-8
@@ -28,6 +37,11 @@ MARGIN = 4.0
 """A mismatch may be this many times that of the same pair in its usual state (weights unchanged, nothing cached)."""
 MAX_LOGITS = 1 << 27
 """Logits of one forward: half a GiB in float32."""
+PROMPTS = 64
+TOP_LOGPROBS = 20
+"""Ids whose log-probs vLLM and servers return by default at most."""
+BOUNDS = {"invariant": 0.0, "float32": 1e-8, "16 bits": 1e-2, "quantized": 1e-1}
+"""Largest k3 by numerics; the ranges of `metrics.toml`."""
 
 
 class Outcome(NamedTuple):
@@ -48,12 +62,16 @@ class Check(Finding):
 
 @dataclass(frozen=True, eq=False)
 class ScoredResponses:
-    """Responses of the sampler, and the trainer's log-probs (tokens,) of each."""
+    """Responses of the sampler, and the trainer's log-probs (tokens,) of each.
+
+    further: its log-probs (tokens, k) of further ids at each token, where they were asked for.
+    """
 
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
     logp_trainer: Sequence[np.ndarray]
     temperature: float
+    further: Sequence[np.ndarray] = ()
 
     @cached_property
     def by_response(self) -> list[np.ndarray]:
@@ -62,17 +80,12 @@ class ScoredResponses:
         return [logp - one.logp_behavior for logp, one in pairs]
 
     @property
-    def log_ratio(self) -> np.ndarray:
-        """That of all responses, (tokens,)."""
-        return np.concatenate(self.by_response)
-
-    @property
     def logp_behavior(self) -> np.ndarray:
         return np.concatenate([one.logp_behavior for one in self.completions])
 
     @property
     def k3(self) -> float:
-        return float(k3(self.log_ratio).mean())
+        return float(k3(np.concatenate(self.by_response)).mean())
 
     def table(self) -> TokenTable:
         """Returns the tokens as `trimtab.diagnosis` reads them from a file."""
@@ -94,13 +107,8 @@ class ScoredResponses:
         )
 
 
-class Scores(NamedTuple):
-    """Log-probs (batch, time) of the responses, and of further ids (batch, time, k) where they were asked for."""
-
-    logp: Tensor
-    further: Tensor | None
-
-
+Scores = tuple[Tensor, Tensor | None]
+"""Log-probs (batch, time) of the responses, and of further ids (batch, time, k) where they were asked for."""
 Forward = Callable[[Any, TokenBatch, float, Tensor | None, Tensor | None], Scores]
 """Takes a model, a batch, the temperature, the ids that each token was drawn from, and further ids to score."""
 
@@ -110,7 +118,7 @@ def packed_forward(
 ) -> Scores:
     """Scores without padding, as Trimtab trains."""
     scores = score(model, batch, temperature=temperature, kept=kept, head=further)
-    return Scores(scores.logp, scores.head)
+    return scores.logp, scores.head
 
 
 def padded_forward(
@@ -135,7 +143,7 @@ def padded_forward(
     others = None
     if further is not None:
         others = logps.gather(-1, further.clamp(min=0)).masked_fill(further < 0, -torch.inf)
-    return Scores(logps.gather(-1, batch.response_ids[..., None])[..., 0], others)
+    return logps.gather(-1, batch.response_ids[..., None])[..., 0], others
 
 
 FORWARDS: dict[str, Forward] = {"trimtab": packed_forward, "transformers": padded_forward}
@@ -143,80 +151,22 @@ ATTENTION = "sdpa"
 """transformers' attention for `padded_forward`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Trainer:
-    """The trained model. precision: the autocast context of its forward. pad_id: any id of the vocabulary."""
-
-    model: Any
-    forward: Forward
-    pad_id: int
-    vocabulary: int
-    precision: Callable[[], AbstractContextManager[Any]]
-
-    @torch.no_grad()
-    def score(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        temperature: float,
-        *,
-        kept: bool = False,
-        further: Sequence[IntArray] | None = None,
-    ) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns the log-probs (tokens,) of each response, and those (tokens, k) of further ids at its tokens.
-
-        kept: whether the distribution is restricted to the ids that the sampler drew each token from.
-        """
-        rows = []
-        longest = max(len(one.response_ids) for one in completions)
-        size = max(1, MAX_LOGITS // (self.vocabulary * longest))
-        for start in range(0, len(completions), size):
-            part = slice(start, start + size)
-            ids = None if further is None else pack_kept([list(row) for row in further[part]], longest)
-            logp, others = self.logps(prompts[part], completions[part], temperature, kept=kept, further=ids)
-            for row, one in enumerate(completions[part]):
-                tokens = len(one.response_ids)
-                values = None if others is None else others[row, :tokens].float().cpu().numpy()
-                rows.append((logp[row, :tokens].float().cpu().numpy(), values))
-        return rows
-
-    def logps(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        temperature: float,
-        *,
-        kept: bool = False,
-        further: Tensor | None = None,
-    ) -> Scores:
-        """Scores one micro-batch, with gradient where it is enabled; padded."""
-        batch = TokenBatch.pack(
-            [prompt.ids for prompt in prompts],
-            [one.response_ids for one in completions],
-            range(len(prompts)),
-            pad_id=self.pad_id,
-        )
-        device = next(self.model.parameters()).device
-        batch = batch.to(device)
-        time = batch.response_ids.shape[1]
-        sets = pack_kept([one.sampling_mask or () for one in completions], time).to(device) if kept else None
-        others = None if further is None else further[:, :time].to(device)
-        with self.precision():
-            return self.forward(self.model, batch, temperature, sets, others)
-
-
 @dataclass(eq=False)
 class EnginePair:
     """What is checked.
 
-    prompts: at least 64. sampling: as configured. bound: largest k3 in nats per token. top_logprobs: the number of ids
-    whose log-probs the sampler can return at a token. stop_ids: where its responses end. lora: whether adapters are
-    trained. weights_in_use: whether `named_weights` of the sampler are the tensors in use, as they were published. vLLM
-    and servers return what was published last; their own tensors are fused, sharded or quantized.
+    engine: the sampler. model, forward: the trainer. autocast: whether the forward computes in bfloat16. prompts: at
+    least 64. sampling: as configured. bound: largest k3 in nats per token. top_logprobs: the number of ids whose
+    log-probs the sampler can return at a token. stop_ids: where its responses end. lora: whether adapters are trained.
+    weights_in_use: whether `named_weights` of the sampler are the tensors in use, as they were published. vLLM and
+    servers return what was published last; their own tensors are fused, sharded or quantized.
     """
 
     engine: Engine
-    trainer: Trainer
+    model: Any
+    forward: Forward
+    autocast: bool
+    vocabulary: int
     tokenizer: Any
     prompts: Sequence[Prompt]
     sampling: SamplingParams
@@ -231,7 +181,7 @@ class EnginePair:
     def publish(self) -> None:
         """Gives the sampler the trainer's weights, as a training run does."""
         self.version += 1
-        self.engine.update_weights(named_weights(self.trainer.model), self.version)
+        self.engine.update_weights(named_weights(self.model), self.version)
 
     def sample(
         self, prompts: Sequence[Prompt], tokens: int, prefixes: Sequence[Completion] | None = None, **changes: Any
@@ -250,13 +200,58 @@ class EnginePair:
         )
         return [group[0] for group in groups]
 
+    @torch.no_grad()
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], temperature: float | None = None
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        temperature: float | None = None,
+        *,
+        kept: bool = False,
+        further: Sequence[IntArray] | None = None,
     ) -> ScoredResponses:
-        """Scores responses with the trainer, by default at the configured temperature."""
+        """Scores responses with the trainer, by default at the configured temperature.
+
+        kept: whether the distribution is restricted to the ids that the sampler drew each token from. further: more ids
+        to score at each token, (tokens, k) by response.
+        """
         temperature = self.sampling.temperature if temperature is None else temperature
-        rows = self.trainer.score(prompts, completions, temperature)
-        return ScoredResponses(prompts, completions, [logp for logp, _ in rows], temperature)
+        rows, more = [], []
+        longest = max(len(one.response_ids) for one in completions)
+        size = max(1, MAX_LOGITS // (self.vocabulary * longest))
+        for start in range(0, len(completions), size):
+            part = slice(start, start + size)
+            ids = None if further is None else pack_kept([list(row) for row in further[part]], longest)
+            logp, others = self.logps(prompts[part], completions[part], temperature, kept=kept, further=ids)
+            for row, one in enumerate(completions[part]):
+                tokens = len(one.response_ids)
+                rows.append(logp[row, :tokens].float().cpu().numpy())
+                more += [] if others is None else [others[row, :tokens].float().cpu().numpy()]
+        return ScoredResponses(prompts, completions, rows, temperature, more)
+
+    def logps(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        temperature: float,
+        *,
+        kept: bool = False,
+        further: Tensor | None = None,
+    ) -> Scores:
+        """Scores one micro-batch, with gradient where it is enabled; padded."""
+        batch = TokenBatch.pack(
+            [prompt.ids for prompt in prompts],
+            [one.response_ids for one in completions],
+            range(len(prompts)),
+            pad_id=self.tokenizer.pad_token_id,
+        )
+        device = next(self.model.parameters()).device
+        batch = batch.to(device)
+        time = batch.response_ids.shape[1]
+        sets = pack_kept([one.sampling_mask or () for one in completions], time).to(device) if kept else None
+        others = None if further is None else further[:, :time].to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            return self.forward(self.model, batch, temperature, sets, others)
 
     def compare(self, prompts: Sequence[Prompt], tokens: int, **changes: Any) -> ScoredResponses:
         return self.score(prompts, self.sample(prompts, tokens, **changes), changes.get("temperature"))
@@ -265,6 +260,102 @@ class EnginePair:
         """Returns `tokens`, or what the context leaves after the longest prompt."""
         longest = max(len(prompt.ids) for prompt in prompts)
         return tokens if self.context is None else max(1, min(tokens, self.context - longest))
+
+
+def pair_config(
+    model: str, sampler: str | None, dtype: str | None, urls: Sequence[str] | None, sets: Sequence[str]
+) -> Config:
+    chosen = [] if sampler is None else [f"engine.type={sampler}"]
+    if dtype is not None:
+        chosen += [f"engine.dtype={dtype}", f"model.autocast={'bfloat16' if dtype == 'bfloat16' else 'none'}"]
+    if urls:
+        chosen.append(f"engine.server.urls={json.dumps(list(urls))}")
+    recipe: Any = model if is_recipe(model) else {"model": {"path": model}}
+    config = load_config(recipe, [*chosen, *sets])
+    if urls and config.engine.type != "server":
+        raise TrimtabError(f"--url is where servers run, and the sampler is {config.engine.type}: add --sampler server")
+    return config
+
+
+def default_bound(config: Config, trainer: str) -> float:
+    engine = config.engine
+    if engine.changes_weights or engine.vllm.quantization or engine.vllm.kv_cache_dtype != "auto":
+        return BOUNDS["quantized"]
+    if config.numerics == "invariant" and engine.type == "embedded" and trainer == "trimtab":
+        return BOUNDS["invariant"]
+    return BOUNDS["float32" if {engine.dtype, _trainer_dtype(config)} == {"float32"} else "16 bits"]
+
+
+def _trainer_dtype(config: Config) -> str:
+    return config.model.dtype if config.model.autocast == "none" else config.model.autocast
+
+
+def facts(config: Config, trainer: str) -> dict[str, str]:
+    engine = config.engine
+    quantized = "" if engine.quantize == "none" else f", {engine.quantize} weights"
+    lora = f", LoRA rank {config.model.lora.rank}" if config.model.lora.rank else ""
+    return {
+        "model": config.model.path,
+        "sampler": f"{engine.type}, {engine.dtype}{quantized}",
+        "trainer": f"{trainer}, {_trainer_dtype(config)}{lora}",
+        "numerics": config.numerics,
+        "versions": ", ".join(f"{name} {version}" for name, version in versions(engine.type).items()),
+    }
+
+
+def build_pair(
+    config: Config, trainer: str, file: Path | None, bound: float, folder: Path, notify: Callable[[str], None]
+) -> EnginePair:
+    """Loads the model and starts the engine.
+
+    trainer: a key of `FORWARDS`. file: of prompts, one a line. folder: for the files from which an engine reads the
+    model's config. notify: called with a line of text while servers are waited for.
+    """
+    if trainer == "transformers" and config.numerics == "invariant":
+        raise TrimtabError('numerics = "invariant" is of the trimtab trainer: use --trainer trimtab')
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    loaded = build_model(config)
+    save_model_files(loaded.model, loaded.tokenizer, folder / "model")
+    engine = build_engines(config, loaded, folder / "model", notify)[0]
+    model: Any = prepare_model(loaded.model, config)
+    if trainer == "transformers":
+        model.set_attn_implementation(ATTENTION)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    limits = (getattr(model.config, "max_position_embeddings", None), config.engine.context)
+    return EnginePair(
+        engine=engine,
+        model=model,
+        forward=FORWARDS[trainer],
+        autocast=config.model.autocast == "bfloat16",
+        vocabulary=vocabulary,
+        tokenizer=loaded.tokenizer,
+        prompts=_prompts(config, loaded.tokenizer, file),
+        sampling=SamplingParams(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
+        context=min((limit for limit in limits if limit), default=None),
+        bound=bound,
+        top_logprobs={"embedded": vocabulary, "vllm": TOP_LOGPROBS, "server": 0}[config.engine.type],
+        stop_ids=eos_ids(loaded.tokenizer, model.config, loaded.model.generation_config),
+        lora=bool(config.model.lora.rank),
+        weights_in_use=config.engine.type == "embedded" and not config.engine.changes_weights,
+    )
+
+
+def _prompts(config: Config, tokenizer: Any, file: Path | None) -> Sequence[Prompt]:
+    """Returns `PROMPTS` prompts: those of the recipe's task, or the lines of a file, repeated as often as needed."""
+    if file is None:
+        stream = PromptStream(tasks.build(config.task.name, **config.task.keywords), tokenizer, config.seed)
+        return stream.at(0, PROMPTS)
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrimtabError(f"--prompts {file} cannot be read: {error}") from None
+    if not lines:
+        raise TrimtabError(f"--prompts {file} has no line with text: write a prompt into each line")
+    # A template writes the special tokens that a prompt needs; the tokenizer would add a second one.
+    texts = itertools.islice(itertools.cycle(lines), PROMPTS)
+    ids = [np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64) for text in texts]
+    return [Prompt(Problem(f"line {number % len(lines) + 1}", "", ""), "", row) for number, row in enumerate(ids)]
 
 
 def common_log_ratio(a: Sequence[Completion], b: Sequence[Completion]) -> np.ndarray:

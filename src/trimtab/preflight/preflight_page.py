@@ -37,15 +37,11 @@ def write_page(result: Preflight, path: Path, command: str) -> Path:
 
     command: the command line, for a reader who was not there.
     """
-    steps = [(check.name, check.next_step) for check in result.checks if check.status == "fail" and check.next_step]
-    checks = [
-        [
-            Cell(check.status, tone=STATUS_TONES[check.status]),
-            Cell(check.name, note=CHECKS[check.name].question),
-            check.detail,
-        ]
-        for check in result.checks
-    ]
+    steps, checks = [], []
+    for check in result.checks:
+        question = Cell(check.name, note=CHECKS[check.name].question)
+        checks.append([Cell(check.status, tone=STATUS_TONES[check.status]), question, check.detail])
+        steps += [(check.name, check.next_step)] if check.status == "fail" and check.next_step else []
     page = Page(
         kind="Trimtab preflight",
         title=f"Is this pair fit to train: {result.facts['model']}",

@@ -59,12 +59,8 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
         f"every trained weight changed by {NOISE:.0%}: k3 {short(before)} before, {short(withheld.k3)} while the "
         f"change is withheld, {short(published.k3)} once it is published"
     )
-    figures = {
-        "k3/before": before,
-        "k3/withheld": withheld.k3,
-        "k3/published": published.k3,
-        "k3/new_prompts": fresh.k3,
-    }
+    figures = {"k3/before": before, "k3/withheld": withheld.k3, "k3/published": published.k3}
+    figures["k3/new_prompts"] = fresh.k3
     if changed:
         figures["tensors/changed"], figures["tensors/different"] = float(len(changed)), float(len(wrong))
     if not problem:
@@ -88,7 +84,7 @@ def _different(pair: EnginePair) -> list[str]:
     Empty where the sampler does not return the tensors in use.
     """
     held = dict(pair.engine.named_weights()) if pair.weights_in_use else {}
-    weights = ((name, tensor) for name, tensor in named_weights(pair.trainer.model) if name in held)
+    weights = ((name, tensor) for name, tensor in named_weights(pair.model) if name in held)
     return [name for name, tensor in weights if not torch.equal(held[name], tensor.to(held[name]))]
 
 
@@ -116,20 +112,18 @@ def _verdict(
     if fresh.k3 <= limit < published.k3:
         what = "only prompts asked before are wrong: cached under the old weights (stale-cache)"
         return what, CAUSES["stale-cache"].fix
+    fix = CAUSES["undelivered"].fix
     if _equal(withheld, published):
-        return f"{_nothing_arrived(pair)}: the sampler's log-probs are those of before, to the bit", CAUSES[
-            "undelivered"
-        ].fix
+        return f"{_nothing_arrived(pair)}: the sampler's log-probs are those of before, to the bit", fix
     versions = {int(version) for one in published.completions for version in one.policy_version}
     if versions != {pair.version}:
-        return f"tokens carry version {sorted(versions)} and not {pair.version}", CAUSES["undelivered"].fix
+        return f"tokens carry version {sorted(versions)} and not {pair.version}", fix
     stale, left = stale_tensors(pair, published, original) if published.k3 > EXACT else ([], 0.0)
     if stale:
         others = " and others" if left > limit else ""
-        what = f"not published: {join_names(stale)}{others}; k3 {short(left)} with the old values in the trainer"
-        return what, CAUSES["undelivered"].fix
+        return f"not published: {join_names(stale)}{others}; k3 {short(left)} with the old values in the trainer", fix
     if max(published.k3, fresh.k3) > limit:
-        return "a part of the weights did not arrive", CAUSES["undelivered"].fix
+        return "a part of the weights did not arrive", fix
     return "", ""
 
 
@@ -143,7 +137,7 @@ def _equal(a: ScoredResponses, b: ScoredResponses) -> bool:
 @contextmanager
 def changed_weights(pair: EnginePair) -> Iterator[dict[str, Tensor]]:
     """Adds seeded noise to every trained weight of the trainer; yields the original ones, which it restores."""
-    trained = {name: p for name, p in pair.trainer.model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in pair.model.named_parameters() if p.requires_grad}
     if pair.lora:
         trained = {name: p for name, p in trained.items() if "lora_B" in name}
     original = {name: p.detach().clone() for name, p in trained.items()}
@@ -163,7 +157,7 @@ def changed_weights(pair: EnginePair) -> Iterator[dict[str, Tensor]]:
 @torch.no_grad()
 def stale_tensors(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> tuple[list[str], float]:
     """Returns the tensors whose old values the sampler holds, and k3 of the trainer with these old values."""
-    parameters = dict(pair.trainer.model.named_parameters())
+    parameters = dict(pair.model.named_parameters())
     new = {name: parameters[name].clone() for name in original}
     found: list[str] = []
     left = scored.k3
@@ -185,15 +179,13 @@ def stale_tensors(pair: EnginePair, scored: ScoredResponses, original: Mapping[s
 def _suspects(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> list[str]:
     """Returns the tensors towards whose old values the sampler lies, those that stand out most first."""
     changed = {
-        name: p
-        for name, p in pair.trainer.model.named_parameters()
-        if name in original and not torch.equal(p, original[name])
+        name: p for name, p in pair.model.named_parameters() if name in original and not torch.equal(p, original[name])
     }
     products = []
     for index, completion in enumerate(scored.completions):
         row = slice(index, index + 1)
         with torch.enable_grad():
-            logp = pair.trainer.logps(scored.prompts[row], [completion], scored.temperature).logp[0]
+            logp = pair.logps(scored.prompts[row], [completion], scored.temperature)[0][0]
             left = torch.from_numpy(completion.logp_behavior).to(logp) - logp.detach()
             gradients = torch.autograd.grad((left * logp).sum(), list(changed.values()))
         steps = (original[name] - p for name, p in changed.items())

@@ -47,7 +47,6 @@ class Panel:
     averaged: bool = True
 
     def read(self, run: Run) -> Series:
-        """Returns the series of a run."""
         if self is ACCURACY:
             return run.held_out.steps, run.held_out.values
         logged = [run.series(key) for key in self.keys] or [run.clipped()]
@@ -129,9 +128,8 @@ def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[s
     drawn, absent, zero = [], [], []
     for panel in PANELS:
         series = [[panel.read(run) for run in group.runs] for group in groups]
-        missing = [
-            group.name for group, seeds in zip(groups, series, strict=True) if not any(len(steps) for steps, _ in seeds)
-        ]
+        pairs = zip(groups, series, strict=True)
+        missing = [group.name for group, seeds in pairs if not any(len(steps) for steps, _ in seeds)]
         if len(missing) == len(groups):
             absent.append(panel.title.lower())
         elif panel is not ACCURACY and not any(values.any() for seeds in series for _, values in seeds):

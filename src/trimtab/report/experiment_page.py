@@ -68,7 +68,6 @@ class MethodScore:
 
     @property
     def collapsed_mostly(self) -> bool:
-        """Whether most of its runs collapsed."""
         return 2 * self.collapsed > len(self.values)
 
     @property
@@ -107,13 +106,8 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
     ended = [row for row in rows if row["status"] in ("done", "diverged")]
     scores: dict[tuple[str, str], MethodScore] = {}
     for regime in regimes:
-        groups = {
-            method: sorted(
-                (row for row in ended if row["method"] == method and row["regime"] == regime),
-                key=lambda row: row["seed"],
-            )
-            for method in methods
-        }
+        here = sorted((row for row in ended if row["regime"] == regime), key=lambda row: row["seed"])
+        groups = {method: [row for row in here if row["method"] == method] for method in methods}
         scores |= {(m, regime): score for m, score in _scores({m: g for m, g in groups.items() if g}).items()}
     starts = [row["accuracy_before"] for row in ended if row["accuracy_before"] is not None]
     return ComparisonTable(methods, regimes, scores, refused, failed, float(np.mean(starts)) if starts else None)
@@ -174,7 +168,6 @@ def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
 
 
 def legend(table: ComparisonTable) -> str:
-    """Returns the legend of the table in words."""
     counts = sorted({len(score.values) for score in table.scores.values()} - {1})
     rules = " or ".join(f"[{interval_method(count)}]" for count in counts)
     return (
@@ -205,11 +198,10 @@ def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, max(1, len(table.regimes)), sharey=True, squeeze=False)[0]
     for axes, regime in zip(panels, table.regimes, strict=False):
-        here = {place: table.scores.get((method, regime)) for place, method in enumerate(methods)}
-        scores = {place: score for place, score in here.items() if score is not None}
+        here = [(place, (method, regime)) for place, method in enumerate(methods)]
+        scores = {place: table.scores[pair] for place, pair in here if pair in table.scores}
         before = [row["accuracy_before"] for score in scores.values() for row in score.rows]
-        known = [value for value in before if value is not None]
-        if known:
+        if known := [value for value in before if value is not None]:
             axes.axvline(float(np.mean(known)), color=INK, linewidth=1, linestyle=":")
         for place, score in scores.items():
             values = list(score.values)
@@ -266,15 +258,13 @@ def _facts(table: ComparisonTable) -> list[tuple[str, str]]:
 def _score_parts(table: ComparisonTable) -> list[Part]:
     rows = [[method, *(_cell(table, method, regime) for regime in table.regimes)] for method in table.methods]
     failed = [f"{row['regime']}, {row['method']}, seed {row['seed']}: {row['error']}" for row in table.failed]
+    refused = [f"{regime}, {method}: {why}" for (method, regime), why in table.refused.items()]
     return [
         Table(("method", *table.regimes), rows, mono=(0,)),
         Note(f"{legend(table)} Blue is above the start, orange below it."),
         Note("Curves, mismatch and settings of one regime: trimtab report REGIME, in the folder of this page."),
         *(Note(text, name) for name, text in table.regimes.items() if text),
-        *(
-            Note(f"{regime}, {method}: {why}", "not trained", "plain")
-            for (method, regime), why in table.refused.items()
-        ),
+        *(Note(text, "not trained", "plain") for text in refused),
         *(Note(text, "failed, not in the table", "warn") for text in failed),
     ]
 

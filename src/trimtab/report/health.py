@@ -116,7 +116,6 @@ class HealthVerdict:
 
     @property
     def text(self) -> str:
-        """The verdict with its reasons as one line."""
         reasons = "; ".join(item.detail for item in self.findings if item.status != "ok")
         link = ", but " if self.state == "healthy, but" else ": "
         return f"{self.headline}{link}{reasons}." if reasons else f"{self.headline}."
@@ -199,15 +198,10 @@ def _accuracy_change(run: Run, task: str, accuracy: Accuracy, *, named: bool) ->
         return wilson(value, counts[-1]) if len(counts) else (0.0, 1.0)
 
     low, high = interval(before)
-    word = (
-        "Worse"
-        if after < low
-        else "Better"
-        if after > high
-        else "No better"
-        if after <= before
-        else "Not clearly better"
-    )
+    if low <= after <= high:
+        word = "No better" if after <= before else "Not clearly better"
+    else:
+        word = "Worse" if after < low else "Better"
     peak = int(accuracy.values.argmax())
     best, fault = float(accuracy.values[peak]), ""
     if after < low:
@@ -327,8 +321,7 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
 def _noise(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     """Yields that the perturbation (ALP noise) has no effect. Noise on the logits has no entries that it changes."""
     names = with_verdict("noise")
-    found = next(_outside(metrics, names), None)
-    if found is not None:
+    if found := next(_outside(metrics, names), None):
         detail = f"the noise of the perturbation is in effect a no-op: {names[found.key]} is {_value_text(found)}"
         yield Finding("fail", "noise", detail, "raise perturbation.std or see model.autocast")
 

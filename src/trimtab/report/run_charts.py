@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
@@ -51,8 +51,7 @@ def chart_sections(run: Run) -> list[Section]:
     for part in sections():
         titles = dict.fromkeys(row.chart for row in part.metrics if row.chart)
         curves = {title: _curves([row for row in part.metrics if row.chart == title], run) for title in titles}
-        shown = [_chart(title, here, run) for title, here in curves.items() if here]
-        if shown:
+        if shown := [_chart(title, here, run) for title, here in curves.items() if here]:
             found.append(Section(part.title, [Charts(shown)]))
     return sorted(found, key=lambda section: section.title == "Progress and age")
 
@@ -83,12 +82,11 @@ def _matches(row: Metric, run: Run) -> Iterator[MetricCurve]:
 
 def _chart(title: str, curves: Sequence[MetricCurve], run: Run) -> Chart:
     """Returns a chart with what each of its metrics is and where it is healthy."""
-    rows = {curve.row.key: curve.row for curve in curves}.values()
-    if len(rows) == 1:
-        (row,) = rows
-        notes = [Note(row.what), Note(row.healthy, "Healthy")]
+    first, *others = {curve.row.key: curve.row for curve in curves}.values()
+    if not others:
+        notes = [Note(first.what), Note(first.healthy, "Healthy")]
     else:
-        notes = [Note(f"{row.what} Healthy: {row.healthy}.", row.curve or row.key) for row in rows]
+        notes = [Note(f"{row.what} Healthy: {row.healthy}.", row.curve or row.key) for row in (first, *others)]
     now = f"last {number(curves[0].values[-1])}" if len(curves) == 1 else ""
 
     def paint(axes: Axes) -> None:
@@ -136,13 +134,11 @@ def _draw_curves(axes: Axes, curves: Sequence[MetricCurve], *, points: bool = Fa
         color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
         marker = "o" if points or len(curve.steps) < 4 else None
         # No trailing mean on a logarithmic axis: it would be dominated by the largest value.
+        drawn = (curve.steps, curve.values)
         if len(curve.steps) >= AVERAGED_FROM and not row.log:
-            axes.plot(curve.steps, curve.values, color=color, alpha=0.55, linewidth=0.7)
-            axes.plot(*trailing((curve.steps, curve.values)), color=color, linestyle=style, label=curve.label)
-        else:
-            axes.plot(
-                curve.steps, curve.values, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
-            )
+            axes.plot(*drawn, color=color, alpha=0.55, linewidth=0.7)
+            drawn = trailing(drawn)
+        axes.plot(*drawn, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label)
     # A logarithmic axis cannot show a curve that is zero throughout.
     if row.log and any(curve.values.any() for curve in curves):
         log_scale_of_any_sign(axes)
@@ -159,9 +155,7 @@ def _draw_layers(axes: Axes, curves: Sequence[MetricCurve]) -> None:
         axes.fill_between(common, table.min(0), table.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
         shown = evenly_spaced(curves, 5)
     names = [f"layer {curve.label}" if curve.label.isdecimal() else curve.label for curve in shown]
-    _draw_curves(
-        axes, [MetricCurve(name, one.row, one.steps, one.values) for name, one in zip(names, shown, strict=True)]
-    )
+    _draw_curves(axes, [replace(one, label=name) for name, one in zip(names, shown, strict=True)])
     digits(axes.yaxis, 4)
 
 

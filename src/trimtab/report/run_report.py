@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from trimtab.diagnosis.answer import read_text
 from trimtab.diagnosis.output.panels import view_panels
@@ -27,20 +27,25 @@ from trimtab.pages.page import (
     charts,
     findings_table,
 )
-from trimtab.report.episode_section import episode_section, sample_block
 from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, MetricState, health
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
+from trimtab.runs import trajectories
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
-from trimtab.runs.reader import EVENT, ResponseText, Run, evenly_spaced, read_samples
+from trimtab.runs.reader import EVENT, ResponseText, Run, evenly_spaced, open_table, read_samples
+from trimtab.runs.tokenizers import token_texts
+from trimtab.runs.trajectories import Row
 from trimtab.text import beside, duration, flatten, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
 # How much of the trajectories a page shows; the files hold all of them.
 STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
+EPISODES_SHOWN, TOKENS_SHOWN = 6, 1000
+# The shade of a token is full at this quantile of |log-ratio| over the episodes shown.
+FULL_SHADE = 0.99
 
 
 def write_report(run: Run, out: Path | None = None) -> Path:
@@ -53,11 +58,16 @@ def _page(run: Run) -> Page:
     trajectories_every = run.config.get("log", {}).get("trajectories_every", "?")
     no_file = Note(f"This run has no trajectory file (log.trajectories_every = {trajectories_every}).")
     checks = [findings_table(verdict.findings)] if verdict.findings else []
+    events = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
     episodes = episode_section(run)
+    files = trajectory_files(run.path / TRAJECTORIES)
+    shown = evenly_spaced(list(files), STEPS_SHOWN)
+    samples = [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
-    starts = [
-        Card("Start" if index == 0 else "Resumed", [Table((), _start(part))]) for index, part in enumerate(run.starts)
-    ]
+    starts = []
+    for part in run.starts:  # names and values, without what is not known
+        rows = [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
+        starts.append(Card("Resumed" if starts else "Start", [Table((), rows)]))
     description = run.config.get("description", "")
     return Page(
         kind="Trimtab run",
@@ -76,12 +86,12 @@ def _page(run: Run) -> Page:
                     Card("What is minimized", code=equation_of(run.config, run.last)),
                 ],
             ),
-            Section("What the guard did", _events(run)),
+            Section("What the guard did", [Table(("before step", "what"), events, numeric=(0,))] if events else []),
             Section("Outside its healthy range", _outside_ranges(verdict)),
             *chart_sections(run),
             Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
             Section("Episodes", episodes),
-            Section("Sampled completions", [*last_turn, *_samples(run.path)] or [no_file]),
+            Section("Sampled completions", [*last_turn, *samples] or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
             Section("Where it comes from", starts or [Note("This run has no provenance.json.")]),
             Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text(encoding="utf-8"))])]),
@@ -89,24 +99,14 @@ def _page(run: Run) -> Page:
     )
 
 
-def _start(part: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns a start of the run in names and values, without what is not known."""
-    return [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
-
-
-def _events(run: Run) -> list[Part]:
-    rows = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
-    return [Table(("before step", "what"), rows, numeric=(0,))] if rows else []
-
-
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
     """Returns the metrics that are outside their range with what to do, those at times only in a box to open."""
 
     def table(state: MetricState) -> list[Part]:
-        found = [item for item in verdict.metrics.values() if item.state == state]
         rows = [
             [item.key, beside(item.shown, bounds(item.key), number), item.steps, *_catalog_texts(item.key)]
-            for item in found
+            for item in verdict.metrics.values()
+            if item.state == state
         ]
         heads = ("metric", "where it is furthest out", "outside in", "healthy", "what to do")
         return [Table(heads, rows, mono=(0,))] if rows else []
@@ -185,16 +185,14 @@ def _mismatch_views(run: Run) -> list[Part]:
     ]
 
 
-def _in_documented_order(keys: Iterable[str]) -> list[str]:
-    """Returns documented keys in the order of the documentation, then the others."""
-    order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
-    return sorted(keys, key=lambda key: (order[row.key] if (row := metric(key)) else len(order), key))
-
-
 def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
-    """Returns one row per logged key: its values, its state over the run, and its healthy range."""
+    """Returns one row per logged key: its values, its state over the run, and its healthy range.
+
+    Documented keys are in the order of the documentation, before the others.
+    """
+    order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
     rows = []
-    for key in _in_documented_order(run.keys):
+    for key in sorted(run.keys, key=lambda key: (order[row.key] if (row := metric(key)) else len(order), key)):
         _, values = run.series(key)
         first = next((step[key] for step in run.rows if key in step), None)
         last = number(run.last[key]) if key in run.last else "–"
@@ -205,12 +203,6 @@ def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
         rows.append([key, number(first), last, *numbers, state, _catalog_texts(key)[0]])
     heads = ("key", "first", "last", "median", "min", "max", "over the run", "healthy")
     return Table(heads, rows, numeric=range(1, 6), mono=(0,))
-
-
-def _samples(path: Path) -> list[Part]:
-    files = trajectory_files(path / TRAJECTORIES)
-    shown = evenly_spaced(list(files), STEPS_SHOWN)
-    return [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
 
 
 def _sample_step(step: int, file: Path, *, open: bool) -> Fold:
@@ -254,3 +246,80 @@ def text_block(text: str) -> Markup:
     rest = len(text) - CHARACTERS_SHOWN
     shown = f"{text[:CHARACTERS_SHOWN]} … ({rest:,} more characters)" if rest > 0 else text
     return Markup('<pre class="text">{}</pre>').format(shown)
+
+
+def episode_section(run: Run) -> list[Part]:
+    """Returns the parts of the section, from the last trajectory file; none without multi-turn responses.
+
+    Raises `TrimtabError` when the file is damaged.
+    """
+    step, rows = _last_episodes(run.path)
+    if not rows:
+        return []
+    shown = evenly_spaced(sorted(rows, key=lambda row: -row.trajectory.reward), EPISODES_SHOWN)
+    texts, reason = token_texts(run.path, {int(id_) for row in shown for id_ in row.trajectory.completion.response_ids})
+    ratios = np.abs(np.concatenate([log_ratio(row) for row in shown]))
+    full = float(np.quantile(ratios[np.isfinite(ratios)], FULL_SHADE)) if np.isfinite(ratios).any() else 0.0
+    return [
+        Note(
+            f"{len(shown)} of {len(rows):,} responses of step {step}{f' ({reason})' if reason else ''}, by reward. "
+            "Tokens that the trainer finds more likely than the sampler did are shaded blue, less likely ones orange, "
+            f"fully from a log-ratio of {short(full)} on. In a box: results, which are not trained on."
+        ),
+        *(_episode(row, texts, full) for row in shown),
+    ]
+
+
+def _last_episodes(path: Path) -> tuple[int, list[Row]]:
+    """Returns the last step with a file, and its responses if any of them has an observation."""
+    files = trajectory_files(path / TRAJECTORIES)
+    if not files:
+        return 0, []
+    step, file = list(files.items())[-1]
+    with open_table(file) as parquet:
+        if "turn" not in parquet.schema_arrow.names:
+            return step, []
+    return step, [row for row in trajectories.read(file) if not row.trajectory.off_policy]
+
+
+def log_ratio(row: Row) -> np.ndarray:
+    """Returns log π − log μ of each token in nats, (tokens,), NaN where one of them is not known."""
+    behavior = row.trajectory.completion.logp_behavior.astype(np.float64)
+    trainer = row.logp_current if row.logp_current is not None else row.logp_proximal
+    return np.full(len(behavior), np.nan) if trainer is None else trainer.astype(np.float64) - behavior
+
+
+def _episode(row: Row, texts: dict[int, str], full: float) -> Markup:
+    completion = row.trajectory.completion
+    pieces = list(zip(completion.response_ids, completion.sampled, log_ratio(row), strict=True))
+    parts = []
+    for sampled, part in groupby(pieces[:TOKENS_SHOWN], key=lambda piece: bool(piece[1])):
+        tokens = [_token(int(id_), texts, value if sampled else np.nan, full) for id_, _, value in part]
+        parts.append(Markup("{}" if sampled else '<span class="result">{}</span>').format(Markup("").join(tokens)))
+    turns = int(completion.turn.max(initial=0)) + 1
+    results = int((np.diff(completion.sampled.astype(int)) == -1).sum())
+    masked = "" if row.trajectory.loss_mask.any() else "; masked"
+    facts = f"turns: {turns}; results: {results}; ended by {completion.finish_reason}{masked}"
+    hidden = len(pieces) - TOKENS_SHOWN
+    parts += [f" … ({hidden} more tokens)"] if hidden > 0 else []
+    return sample_block(
+        row.trajectory.reward, facts, Markup('<pre class="text">{}</pre>').format(Markup("").join(parts))
+    )
+
+
+def sample_block(reward: float, facts: str, text: Markup) -> Markup:
+    """Returns one response beside its reward and what to know about it."""
+    return Markup(
+        '<div class="sample"><div><span class="tag {}">reward {}</span><div class="small soft">{}</div></div>{}</div>'
+    ).format("good" if reward > 0 else "plain", number(reward), facts, text)
+
+
+def _token(id_: int, texts: dict[int, str], ratio: float, full: float) -> Markup:
+    """Returns the text of a token, shaded by its log-ratio where that is known."""
+    text = texts.get(id_, f"{id_} ").replace("\n", "↵\n")
+    if not np.isfinite(ratio):
+        return escape(text)
+    shade = min(abs(ratio) / full, 1.0) if full > 0 else 0.0
+    return Markup('<span class="token {}" style="--shade: {:.0f}%" title="log π − log μ = {:+.2g}">{}</span>').format(
+        "more" if ratio > 0 else "less", 100 * shade, ratio, text
+    )

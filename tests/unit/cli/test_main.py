@@ -13,8 +13,8 @@ from tests.support.commands import Printed
 
 import trimtab
 from trimtab.cli import main
-from trimtab.cli.commands import COMMANDS
 from trimtab.cli.output import run_directory
+from trimtab.cli.starting import COMMANDS
 from trimtab.diagnosis.advice.rules import choices
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
@@ -45,6 +45,15 @@ def test_help_and_recipes_do_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.e2e
+def test_a_reader_of_json_may_stop_early() -> None:
+    command = [sys.executable, "-m", "trimtab", "recipes", "--keys", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None  # noqa: PT018
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
 @pytest.mark.parametrize("command", [name for name, facts in COMMANDS.items() if facts.one_process])

@@ -11,7 +11,7 @@ from tests.support import faulty_engines as faults
 from tests.support.commands import Printed
 
 from trimtab.cli import main
-from trimtab.preflight import build_pair, checklist
+from trimtab.preflight import checklist, engine_pair
 from trimtab.preflight.engine_pair import EnginePair, Outcome, ScoredResponses
 from trimtab.runs.provenance import versions
 
@@ -37,8 +37,8 @@ def test_a_healthy_pair_exits_with_0(tmp_path: Path, printed: Printed) -> None:
 
 
 def test_a_fault_exits_with_1(tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = build_pair.build_engines
-    monkeypatch.setattr(build_pair, "build_engines", lambda *rest: [faults.TopToken(build(*rest)[0])])
+    build = engine_pair.build_engines
+    monkeypatch.setattr(engine_pair, "build_engines", lambda *rest: [faults.TopToken(build(*rest)[0])])
     page = tmp_path / "preflight.html"
     command = ["preflight", "laboratory", "--dtype", "bfloat16", "--lengths", "20", "--json"]
     result = json.loads(printed(*command, "--html", str(page), code=1))

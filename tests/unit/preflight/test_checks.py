@@ -14,9 +14,8 @@ from tests.support import faulty_engines as faults
 
 from trimtab.errors import TrimtabError
 from trimtab.preflight import checklist
-from trimtab.preflight.build_pair import BOUNDS, build_pair, default_bound, pair_config
 from trimtab.preflight.checklist import PARTS, check_prefill, prefill_verdict
-from trimtab.preflight.engine_pair import EnginePair, common_log_ratio
+from trimtab.preflight.engine_pair import BOUNDS, EnginePair, build_pair, common_log_ratio, default_bound, pair_config
 from trimtab.preflight.weight_checks import check_weights
 from trimtab.types import Completion, Engine
 
@@ -249,10 +248,10 @@ def test_raw_log_probs_at_temperature_1_are_a_note(make_pair: MakePair) -> None:
 
 def test_weights_and_versions_are_restored(make_pair: MakePair) -> None:
     pair = make_pair()
-    before = {name: p.clone() for name, p in pair.trainer.model.named_parameters()}
+    before = {name: p.clone() for name, p in pair.model.named_parameters()}
     first = pair.sample(pair.prompts[:4], 20)
     assert check_weights(pair, {}).status == "ok"
-    assert all(torch.equal(before[name], p) for name, p in pair.trainer.model.named_parameters())
+    assert all(torch.equal(before[name], p) for name, p in pair.model.named_parameters())
     assert not np.any(common_log_ratio(first, pair.sample(pair.prompts[:4], 20)))
 
 
@@ -270,7 +269,7 @@ def test_what_the_engine_refuses_has_failed(make_pair: MakePair, monkeypatch: py
 def test_dropout_is_named(make_pair: MakePair) -> None:
     pair = make_pair()
     samples = {20: pair.compare(pair.prompts[:4], 20)}
-    pair.trainer.model.model.layers[0].mlp.register_forward_hook(
+    pair.model.model.layers[0].mlp.register_forward_hook(
         lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
     )
     found = checklist.check_training_mode(pair, samples)

@@ -12,9 +12,8 @@ import pytest
 from markupsafe import Markup
 from tests.support.trajectories import multi_turn, trajectory
 
-from trimtab.report import episode_section as module
-from trimtab.report.episode_section import episode_section
-from trimtab.report.run_report import write_report
+from trimtab.report import run_report as module
+from trimtab.report.run_report import episode_section, write_report
 from trimtab.runs import trajectories
 from trimtab.runs.reader import read_run
 from trimtab.runs.trajectories import Row

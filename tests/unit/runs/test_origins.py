@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.report.cautions import cautions
-from trimtab.report.groups import group_runs
+from trimtab.report.groups import cautions, group_runs
 from trimtab.report.run_report import write_report
 from trimtab.runs.provenance import read_starts
 from trimtab.runs.reader import read_run

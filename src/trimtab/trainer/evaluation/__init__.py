@@ -1,11 +1,9 @@
 """Evaluation without a trainer: avg@n and pass@k on tasks.
 
-`suite` measures models on tasks, `evaluator` one model on one task, which training does too; `eval_results` has the
-numbers of one model on one task, and the tables of several.
+`evaluator` measures models on tasks; `eval_results` has the numbers of one model on one task, and tables of several.
 """
 
 from trimtab.trainer.evaluation.eval_results import EvalResult, Results, pass_at_k
-from trimtab.trainer.evaluation.evaluator import evaluate
-from trimtab.trainer.evaluation.suite import ModelSpec, Settings, TaskSpec, compare
+from trimtab.trainer.evaluation.evaluator import ModelSpec, Settings, TaskSpec, compare, evaluate
 
 __all__ = ["EvalResult", "ModelSpec", "Results", "Settings", "TaskSpec", "compare", "evaluate", "pass_at_k"]

@@ -70,7 +70,6 @@ class EvalResult:
 
     @property
     def scored(self) -> int:
-        """Number of scored samples of all problems."""
         return sum(problem.scored for problem in self.problems)
 
     @property
@@ -92,7 +91,6 @@ class EvalResult:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON types."""
         accuracy, low, high = self.accuracy_estimate
         passes = self.pass_estimates.items()
         return {
@@ -195,7 +193,11 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as JSON types; fractions, not percent."""
-        averages = [(model, mode, self.accuracy(model, mode)) for model in self.models for mode in self.modes]
+        averages = [
+            (model, mode, self.accuracy(model, mode), {} if mode == "greedy" else self.passes(model, mode))
+            for model in self.models
+            for mode in self.modes
+        ]
         return {
             "settings": dict(self.settings),
             "notes": self.remarks(),
@@ -209,9 +211,9 @@ class Results:
                     "accuracy": accuracy.value,
                     "accuracy_low": accuracy.low,
                     "accuracy_high": accuracy.high,
-                    "pass": _entries_by_k(self.passes(model, mode)) if mode != "greedy" and self.ks else {},
+                    "pass": {str(k): estimate._asdict() for k, estimate in passes.items()},
                 }
-                for model, mode, accuracy in averages
+                for model, mode, accuracy, passes in averages
             ],
         }
 
@@ -249,10 +251,6 @@ class Results:
             row += [f"{result.truncated:.1%}", *(episode.get(title, "-") for title in titles)]
             rows.append([*row, str(len(result.errors)), f"{result.seconds:.1f}"])
         return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
-
-
-def _entries_by_k(estimates: Mapping[int, Interval]) -> dict[str, dict[str, float]]:
-    return {str(k): estimate._asdict() for k, estimate in estimates.items()}
 
 
 def _percent(estimate: Interval) -> str:

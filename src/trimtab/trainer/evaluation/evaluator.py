@@ -1,27 +1,38 @@
-"""Evaluates one model on one task: samples responses, scores them and counts correct ones."""
+"""Evaluates models on tasks: samples responses, scores them and counts correct ones.
+
+`evaluate` measures one model on one task, which training does too; `compare` several models on several tasks, greedy
+and sampled.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer import tasks
+from trimtab.trainer import environments, rewards, tasks
+from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
-from trimtab.trainer.evaluation.eval_results import EvalResult, ProblemResult
+from trimtab.trainer.evaluation.eval_results import EvalResult, ProblemResult, Results
 from trimtab.trainer.rewards import Scorer
-from trimtab.types import Completion, Engine, Problem, Prompt, SamplingParams, Task
+from trimtab.types import Completion, Engine, Problem, Prompt, RewardSpec, SamplingParams, Task
 
 # Largest number of prompts, and approximately of responses, in one engine call.
 PROMPTS_PER_CALL = 64
 RESPONSES_PER_CALL = 1024
+DTYPES = ("bfloat16", "float32")
+Mode = Literal["greedy", "sampled"]
 
 
 def evaluate(
@@ -104,7 +115,6 @@ def _sample(
     """Returns the responses to prompts.
 
     `numbered` has the prompts by their position in the evaluation; `seeds` are that of the evaluation and the call's.
-
     The engine's random draws depend on a prompt's index in the call, so each call needs its own seed.
     """
     prompts = list(numbered.values())
@@ -156,3 +166,203 @@ class _Counts:
         self.tokens += sum(answer.sampled_tokens for _, answer in pairs)
         self.too_long += sum(group is None for group in groups)
         self.episodes += EpisodeCounts.of([answer.outcome for _, answer in pairs if answer.outcome is not None])
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task with its options; `reward` and `max_tokens` replace the task's own, `environment` is of its episodes."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reward: Sequence[RewardSpec] = ()
+    max_tokens: int | None = None
+    environment: EnvironmentConfig | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's name in tables, and a context manager that gives the folder or name for `models.load`."""
+
+    label: str
+    folder: Callable[[], AbstractContextManager[str]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of an evaluation."""
+
+    samples: int = 1  # responses to each problem
+    greedy: bool = False  # measure one greedy response as well
+    temperature: float | None = None  # default: greedy for one sample, 1 for several
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    problems: int | None = None  # limits each task to its first test problems
+    seed: int = 0
+    dtype: str = "bfloat16"  # of the engine's weights
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise TrimtabError(f"unknown dtype {self.dtype!r}: use 'bfloat16' or 'float32'")
+        if not 0 < self.top_p <= 1:
+            raise TrimtabError(f"top_p = {self.top_p:g}: it must be above 0 and at most 1")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise TrimtabError(f"temperature = {self.temperature:g}: it must be a number of at least 0")
+
+    @property
+    def sampling_temperature(self) -> float:
+        return (0.0 if self.samples == 1 else 1.0) if self.temperature is None else self.temperature
+
+    def modes(self) -> tuple[Mode, ...]:
+        """Returns what is measured of every model and task. Raises `TrimtabError` for several greedy samples."""
+        if self.sampling_temperature == 0 and self.samples > 1:
+            raise TrimtabError(
+                f"samples = {self.samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
+            )
+        if self.sampling_temperature == 0:
+            return ("greedy",)
+        return ("greedy", "sampled") if self.greedy else ("sampled",)
+
+
+@dataclass(frozen=True)
+class _PreparedTask:
+    """A built task with its problems and scorer."""
+
+    label: str
+    task: Task
+    problems: list[Problem]
+    scorer: Scorer
+    environment: BuiltEnvironment | None
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """A loaded model with its engine."""
+
+    label: str
+    engine: Engine
+    tokenizer: Any
+    context: int | None  # largest number of tokens of a prompt and its response; None: no limit
+
+
+def compare(
+    models: Sequence[ModelSpec | str],
+    specs: Sequence[TaskSpec | str],
+    settings: Settings,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+    notes: Sequence[str] = (),
+) -> Results:
+    """Measures every model on every task with the embedded engine.
+
+    Args:
+        models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
+        specs: names of tasks or `TaskSpec`s.
+        progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
+        notes: lines below the tables, besides those of the tasks.
+    """
+    modes = settings.modes()
+    model_specs = [
+        ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model for model in models
+    ]
+    task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
+    _require_distinct("model", [spec.label for spec in model_specs])
+    measured: dict[tuple[str, str, str], EvalResult] = {}
+    with ExitStack() as stack:
+        prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
+        for spec in model_specs:
+            sampler = _open_model(spec, settings)
+            for prepared in prepared_tasks:
+                for mode in modes:
+                    result = _measure(sampler, prepared, settings, mode, progress)
+                    measured[spec.label, prepared.label, mode] = result
+            del sampler  # before the next model is loaded
+    return Results(
+        models=tuple(spec.label for spec in model_specs),
+        tasks=tuple(prepared.label for prepared in prepared_tasks),
+        settings={**asdict(settings), "temperature": settings.sampling_temperature},
+        measured=measured,
+        notes=tuple(dict.fromkeys([*notes, *(note for item in prepared_tasks for note in item.task.notes)])),
+    )
+
+
+def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitStack) -> list[_PreparedTask]:
+    built = [
+        tasks.with_max_tokens(tasks.build(spec.name, **spec.options), settings.max_tokens or spec.max_tokens)
+        for spec in specs
+    ]
+    names = [task.name for task in built]
+    prepared_tasks = []
+    for spec, task in zip(specs, built, strict=True):
+        label = task.name
+        if names.count(label) > 1 and spec.options:
+            label += f" ({', '.join(f'{key}={value}' for key, value in spec.options.items())})"
+        problems = list(task.test if settings.problems is None else task.test[: settings.problems])
+        require_problems(task, problems)
+        scorer = stack.enter_context(rewards.build(spec.reward, task))
+        environment = None if spec.environment is None else environments.build(spec.environment)
+        if environment is not None:
+            stack.callback(environment.close)
+            environment.refuse_unused_rewards("[[reward]]" if spec.reward else None)
+        adapted = task if environment is None else environment.adapt(task)
+        prepared_tasks.append(_PreparedTask(label, adapted, problems, scorer, environment))
+    _require_distinct("task", [prepared.label for prepared in prepared_tasks])
+    return prepared_tasks
+
+
+def _require_distinct(kind: str, labels: Sequence[str]) -> None:
+    twice = next((label for number, label in enumerate(labels) if label in labels[:number]), None)
+    if twice is not None:
+        raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
+
+
+def _open_model(spec: ModelSpec, settings: Settings) -> _Sampler:
+    with spec.folder() as folder:
+        import torch
+
+        from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+        from trimtab.trainer.models import load as models
+
+        dtype = getattr(torch, settings.dtype)
+        loaded = models.load(folder, dtype=dtype)
+        loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
+        engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
+        context = getattr(loaded.model.config, "max_position_embeddings", None)
+        return _Sampler(spec.label, engine, loaded.tokenizer, context)
+
+
+def _measure(
+    sampler: _Sampler,
+    prepared: _PreparedTask,
+    settings: Settings,
+    mode: Mode,
+    progress: Callable[[str, int, int], None] | None,
+) -> EvalResult:
+    sampling = SamplingParams(
+        temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
+        top_p=settings.top_p,
+        max_tokens=prepared.task.max_tokens,
+        stop=prepared.task.stop,
+    )
+    episodes = None
+    if prepared.environment is not None:
+        longest_prompt = None if sampler.context is None else sampler.context - sampling.max_tokens
+        encode = partial(tasks.encode, prepared.task)
+        episodes = prepared.environment.runner(sampler.tokenizer, sampling.max_tokens, encode, longest_prompt)
+    on_batch = None
+    if progress is not None:
+        on_batch = partial(progress, f"{sampler.label} · {prepared.label} · {mode}")
+        on_batch(0, len(prepared.problems))
+    result = evaluate(
+        sampler.engine,
+        sampler.tokenizer,
+        prepared.task,
+        prepared.scorer,
+        problems=prepared.problems,
+        samples=1 if mode == "greedy" else settings.samples,
+        sampling=sampling,
+        seed=settings.seed,
+        progress=on_batch,
+        context=sampler.context,
+        episodes=episodes,
+    )
+    return replace(result, task=prepared.label)

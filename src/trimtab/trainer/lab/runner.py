@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import Stopped, TrimtabError
 from trimtab.files import parse_json, parse_toml, regular_file
@@ -29,26 +29,16 @@ from trimtab.trainer.processes import WorkerProcess
 from trimtab.trainer.run import build_parts
 from trimtab.trainer.stop import Stop
 
+if TYPE_CHECKING:
+    from trimtab.trainer.display import RunsDisplay
+
 POLL_INTERVAL = 0.5  # seconds between checks for a stop signal
 REFUSED = "refused"
 FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 
 
-class ExperimentObserver(Protocol):
-    """Progress callbacks of an experiment, called from one thread; a subclass may leave some out."""
-
-    def planned(self, recipes: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
-        """Called once before training with all runs and the results that already exist."""
-
-    def progress(self, name: str, step: int) -> None:
-        """Called when a run has finished a step."""
-
-    def finished(self, name: str, result: RunSummary) -> None:
-        """Called when a run has ended, with any status."""
-
-
 def run_experiment(
-    plan: ExperimentPlan, *, workers: int, observer: ExperimentObserver, keep: bool = False
+    plan: ExperimentPlan, *, workers: int, observer: RunsDisplay, keep: bool = False
 ) -> dict[str, RunSummary]:
     """Trains all runs of the plan and returns the results by name; updates `results.parquet` after every run."""
     recipes = {run.name: run.config for run in plan.runs}
@@ -57,9 +47,7 @@ def run_experiment(
         return train_all(recipes, workers=workers, observer=observer, keep=keep, save=save)
 
 
-def run_recipe_comparison(
-    config: Config, out: Path, observer: ExperimentObserver, *, resume: bool
-) -> dict[str, list[Path]]:
+def run_recipe_comparison(config: Config, out: Path, observer: RunsDisplay, *, resume: bool) -> dict[str, list[Path]]:
     """Trains every objective of `[compare]` with every seed into `out/<objective>/seed<k>`; returns these by objective.
 
     Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
@@ -85,7 +73,7 @@ def train_all(
     recipes: Mapping[str, Config],
     *,
     workers: int,
-    observer: ExperimentObserver,
+    observer: RunsDisplay,
     keep: bool = False,
     save: Callable[[Mapping[str, RunSummary]], object] = lambda _: None,
 ) -> dict[str, RunSummary]:
@@ -235,17 +223,10 @@ def write_results(plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Pa
     The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
     seed, the reason in `error`).
     """
-    rows = [
-        {
-            **_columns(run),
-            "seed": run.seed,
-            "run": run.name,
-            "planned_steps": run.config.trainer.steps,
-            **asdict(results[run.name]),
-        }
-        for run in plan.runs
-        if run.name in results
-    ]
+    rows = []
+    for run in (run for run in plan.runs if run.name in results):
+        ours = {"seed": run.seed, "run": run.name, "planned_steps": run.config.trainer.steps}
+        rows.append({**_columns(run), **ours, **asdict(results[run.name])})
     rows += [{**_columns(item), "status": REFUSED, "error": item.reason} for item in plan.skipped]
     return write_table(plan.out, rows)
 

@@ -96,9 +96,12 @@ def candidates(method: Method, rate: float) -> tuple[str, ...]:
         raise TrimtabError(f"method {method.spec!r}: --tune chooses optim.lr; leave it out")
     other = None if method.overrides else OTHER_BOUND.get(method.objective)
     grid = product(RATES, ("", other)) if other else product(RATES_ALONE, ("",))
-    return tuple(
-        _spec(method, [bound, *([] if factor == 1 else [f"optim.lr={factor * rate:.3g}"])]) for factor, bound in grid
-    )
+    specs = []
+    for factor, bound in grid:
+        changes = [bound, "" if factor == 1 else f"optim.lr={factor * rate:.3g}"]
+        given = ",".join(filter(None, changes))
+        specs.append(f"{method.spec}{',' if method.overrides else ':'}{given}" if given else method.spec)
+    return tuple(specs)
 
 
 def plan_tuning(published: ExperimentPlan, seeds: int) -> Candidates:
@@ -179,11 +182,3 @@ def describe(choices: Sequence[Choice], tuned: Candidates) -> list[str]:
         f"(while tuning {choice.accuracy:.3f}, published {choice.published:.3f})"
         for choice in choices
     ]
-
-
-def _spec(method: Method, changes: Sequence[str]) -> str:
-    """Returns the spec of a method with further changes."""
-    given = [change for change in changes if change]
-    if not given:
-        return method.spec
-    return f"{method.spec}{',' if method.overrides else ':'}{','.join(given)}"

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ from trimtab.trainer.run import train
 from trimtab.trainer.stop import Stop
 
 
+@dataclass
 class StepReporter(NullObserver):
     """Sends the number of each finished step."""
 
-    def __init__(self, parent: Parent) -> None:
-        self.parent = parent
+    parent: Parent
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
         self.parent.send(metrics["step"])
@@ -77,10 +77,8 @@ def train_one(config: Config, *, keep: bool, observer: NullObserver, command: st
         status, error = "failed", f"{type(exception).__name__}: {exception} ({folder / TRACEBACK})"
     rows: list[dict[str, Any]] = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
     run = Run(folder, config.model_dump(mode="json"), rows)
-    result = replace(
-        summarize(run, status, time.perf_counter() - start, error),
-        processor_seconds=time.process_time() - used,
-    )
+    result = summarize(run, status, time.perf_counter() - start, error)
+    result = replace(result, processor_seconds=time.process_time() - used)
     if not keep and status != "failed":
         for part in (CHECKPOINTS, MODEL):
             if (folder / part).exists():

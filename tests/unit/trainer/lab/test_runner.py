@@ -14,6 +14,7 @@ import pytest
 from trimtab.errors import TrimtabError
 from trimtab.runs.summary import SCHEMA, RunSummary
 from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.display import PlainTextConsole, RunsDisplay, progress_bar
 from trimtab.trainer.lab import runner
 from trimtab.trainer.lab.experiment import plan_experiment
 from trimtab.trainer.lab.regimes import regime
@@ -23,8 +24,9 @@ from trimtab.trainer.processes import WorkerProcess
 DONE = RunSummary("done", steps=3, seconds=1.25, accuracy=0.6, curve_steps=(0, 3), curve=(0.4, 0.6), k3_worst=0.5)
 
 
-class Steps(runner.ExperimentObserver):
+class Steps(RunsDisplay):
     def __init__(self) -> None:
+        super().__init__(progress_bar(PlainTextConsole(quiet=True)))
         self.seen: list[tuple[str, int]] = []
 
     def progress(self, name: str, step: int) -> None:
