@@ -16,7 +16,7 @@ from trimtab.errors import TrimtabWarning, error_text
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread
 from trimtab.trainer.environments.environment import call_tool, row_for, text_of
 from trimtab.trainer.environments.formats import Call
-from trimtab.trainer.sandbox.function_worker import checked
+from trimtab.trainer.sandbox.function_pool import checked
 from trimtab.types import EpisodeOutcome, IntArray, Prompt, TurnResult
 
 

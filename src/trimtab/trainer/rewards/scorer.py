@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from trimtab.trainer.rewards.reward import Built, Response
-from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
-from trimtab.trainer.sandbox.function_worker import Outcome, checked, describe
+from trimtab.trainer.sandbox.function_pool import Call, FunctionPool, Outcome, checked, describe
 from trimtab.types import Completion, Problem
 
 Item = tuple[Problem, Response | Completion]
