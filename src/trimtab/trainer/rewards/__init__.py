@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.plugins import load_function
+from trimtab.plugins import check_arguments, load_function
 from trimtab.trainer.registry import Registry
-from trimtab.trainer.rewards.reward import Built, Response, build_user_reward
-from trimtab.trainer.rewards.scorer import Score, Scorer, Weighted
+from trimtab.trainer.rewards.scorer import Built, Response, Score, Scorer, Weighted
 from trimtab.types import RewardSpec, Task
 
 __all__ = ["KINDS", "Response", "Score", "Scorer", "Weighted", "build", "weighted"]
@@ -20,11 +19,11 @@ KINDS = Registry(
     {
         "exact": "rewards.builtin:Exact",
         "numeric": "rewards.builtin:Numeric",
-        "math": "rewards.math_equal:MathEqual",
+        "math": "rewards.builtin:MathEqual",
         "format": "rewards.builtin:Format",
         "overlong": "rewards.builtin:Overlong",
-        "reasoning-gym": "rewards.gym_scorer:GymScore",
-        "python-tests": "rewards.python_tests:PythonTests",
+        "reasoning-gym": "rewards.builtin:GymScore",
+        "python-tests": "rewards.builtin:PythonTests",
         "by-task": "rewards.builtin:ByTask",
     },
     "write your own as module:function",
@@ -68,5 +67,6 @@ def _built(label: str, spec: RewardSpec, task: Task) -> Built:
             given = ", ".join(map(repr, spec.options))
             raise TrimtabError(f"reward {label!r}: your own function takes no options, got {given}")
         function = load_function(spec.name, "reward") if isinstance(spec.name, str) else spec.name
-        return build_user_reward(function, label)
+        check_arguments(function, f"reward {label!r}", {"completion": "str", "problem": "Problem"})
+        return Built(lambda response, problem: function(response.text, problem), isolated=True)
     return KINDS.read(spec.name, spec.options).build(task)

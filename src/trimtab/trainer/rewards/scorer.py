@@ -1,15 +1,63 @@
-"""Scores samples with several weighted rewards; a reward that fails costs its sample only, and is counted."""
+"""Rewards, functions of a response and its problem with options, and the scorer, which applies several of them.
+
+A reward that fails costs its sample only, and is counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from trimtab.trainer.rewards.reward import Built, Response
+from pydantic import BaseModel, ConfigDict
+
 from trimtab.trainer.sandbox.function_pool import Call, FunctionPool, Outcome, checked, describe
-from trimtab.types import Completion, Problem
+from trimtab.types import Completion, FinishReason, Problem, Task
 
-Item = tuple[Problem, Response | Completion]
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A finished text, how it ended, and the number of its sampled tokens, which observations are not."""
+
+    text: str
+    finish: FinishReason
+    tokens: int
+
+    @classmethod
+    def of(cls, completion: Completion) -> Response:
+        return cls(completion.text, completion.finish_reason, completion.sampled_tokens)
+
+    def body(self, stops: Iterable[str]) -> str:
+        """Returns the text before the first stop string, without surrounding blanks.
+
+        A stop string can lie inside a longer token ("\\n\\n"), so that text follows it that is not part of the answer.
+        """
+        text = self.text
+        for stop in stops:
+            text = text.partition(stop)[0]
+        return text.strip()
+
+
+RewardFunction = Callable[[Response, Problem], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A reward function, and whether it must run in a worker process (it can hang, or is a user's)."""
+
+    function: RewardFunction
+    isolated: bool
+
+
+class Reward(BaseModel, ABC):
+    """A built-in reward: its fields are the options a recipe may give."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @abstractmethod
+    def build(self, task: Task) -> Built:
+        """Returns the function that scores responses of `task`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +90,7 @@ class Scorer:
         self._outside = [reward for reward in self.rewards if reward.built.isolated]
         self._pool = FunctionPool([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[tuple[Problem, Response | Completion]]) -> list[Score]:
         """One score per item, in order. Never raises for what a reward does.
 
         A response whose environment returned a reward has that one; a response whose environment failed has none.
@@ -51,7 +99,7 @@ class Scorer:
         others = iter(self._score([item for item, score in zip(items, known, strict=True) if score is None]))
         return [next(others) if score is None else score for score in known]
 
-    def _score(self, items: Sequence[Item]) -> list[Score]:
+    def _score(self, items: Sequence[tuple[Problem, Response | Completion]]) -> list[Score]:
         """Applies the rewards; one score for each item, in order."""
         samples = [
             (problem, answer if isinstance(answer, Response) else Response.of(answer)) for problem, answer in items
