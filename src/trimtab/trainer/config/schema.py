@@ -13,23 +13,24 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from trimtab.trainer.config.engine_sections import EngineConfig, Placement, RayConfig, RoutingConfig
-from trimtab.trainer.config.section import (
+from trimtab.trainer.config.sections import (
     MAX_FLOAT,
+    AdvantageConfig,
     Count,
     Dtype,
-    PluginSection,
-    Processes,
-    Seconds,
-    Section,
-    Whole,
-)
-from trimtab.trainer.config.training_sections import (
-    AdvantageConfig,
+    EngineConfig,
     GuardConfig,
     ObjectiveConfig,
     OptimConfig,
+    Placement,
+    PluginSection,
+    Processes,
+    RayConfig,
+    RoutingConfig,
+    Seconds,
+    Section,
     TrainerConfig,
+    Whole,
 )
 
 NoiseStd = Annotated[float, Field(ge=0, le=100)]
