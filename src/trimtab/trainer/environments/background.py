@@ -57,19 +57,16 @@ class BackgroundCall:
             if not self._cancelled:
                 self._deadline = time.monotonic() + self._timeout
                 self._begun.set()
-        if not self._cancelled:
-            self._run_function()
-        self._release_slot()
-        self._done.set()
-
-    def _run_function(self) -> None:
         try:
-            value = self._function()
-            if inspect.isawaitable(value):
-                value = self._run_awaitable(value)
-            self._value = value if self._convert is None else self._convert(value)
+            if not self._cancelled:
+                value = self._function()
+                if inspect.isawaitable(value):
+                    value = self._run_awaitable(value)
+                self._value = value if self._convert is None else self._convert(value)
         except BaseException as error:
             self._error = error
+        self._release_slot()
+        self._done.set()
 
     def cancel(self) -> bool:
         """Keeps a call that has not begun from running, and returns whether that was so."""

@@ -71,9 +71,9 @@ class Started(NamedTuple):
 class ContainerError(Exception):
     """A container that did not start, died, or did not answer in time."""
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
-        super().__init__(message)
-        self.timed_out = timed_out
+
+class ContainerTimeout(ContainerError):
+    """A container that did not answer in time."""
 
 
 class Container:
@@ -110,7 +110,7 @@ class Container:
             output = self._receive(output_size, deadline).decode(errors="replace")
             error = self._receive(error_size, deadline).decode(errors="replace")
         except TimeoutError:
-            raise ContainerError(took_too_long(limits), timed_out=True) from None
+            raise ContainerTimeout(took_too_long(limits)) from None
         except OSError:
             raise ContainerError("the process of this sandbox was killed (by hand, or for lack of memory)") from None
         return CodeResult(output, error or None, bool(timed_out), bool(ended))
@@ -147,26 +147,23 @@ class BubblewrapSandbox:
 
     def run(self, session: int, code: str) -> CodeResult:
         with self._running:
-            return self._run(session, code)
-
-    def _run(self, session: int, code: str) -> CodeResult:
-        container = self._sessions.pop(session, None)  # until it has answered
-        try:
-            container = container or self._starter.take()
-        except ContainerError as error:
-            return CodeResult("", f"the sandbox could not be started: {error}")
-        kept = False
-        try:
-            result = container.run(code, self._limits)
-            kept = not result.lost
-            return result
-        except ContainerError as error:
-            return CodeResult("", str(error), error.timed_out, lost=True)
-        finally:  # also where the caller gives up: the next run must not receive the answer of this one
-            if kept:
-                self._sessions[session] = container
-            else:
-                container.kill()
+            container = self._sessions.pop(session, None)  # until it has answered
+            try:
+                container = container or self._starter.take()
+            except ContainerError as error:
+                return CodeResult("", f"the sandbox could not be started: {error}")
+            kept = False
+            try:
+                result = container.run(code, self._limits)
+                kept = not result.lost
+                return result
+            except ContainerError as error:
+                return CodeResult("", str(error), isinstance(error, ContainerTimeout), lost=True)
+            finally:  # also where the caller gives up: the next run must not receive the answer of this one
+                if kept:
+                    self._sessions[session] = container
+                else:
+                    container.kill()
 
     def end(self, session: int) -> None:
         if (container := self._sessions.pop(session, None)) is not None:
