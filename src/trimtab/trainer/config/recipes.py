@@ -29,12 +29,7 @@ _DEFAULT_NAMES = {
 }
 # Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
 # like `--out`.
-PATH_KEYS = {
-    "task.path": (),
-    "task.test_path": (),
-    "demonstrations.path": ("gold",),
-    "engine.server.folder": (),
-}
+PATH_KEYS = {"task.path": (), "task.test_path": (), "demonstrations.path": ("gold",), "engine.server.folder": ()}
 LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {

@@ -76,9 +76,7 @@ class ObjectiveConfig(PluginSection):
         "alone, the default beside a `surrogate`",
     )
     calibrate: bool = Field(default=False, description="take the bounds of weights and masks from the ratios of step 0")
-    code: str | None = Field(
-        default=None, description="written by a run whose objective was given in code: what it was"
-    )
+    code: str | None = Field(default=None, description="written by a run whose objective is code: what it was")
     equation: str | None = Field(default=None, description="written by a run whose objective is not a preset")
 
     @model_validator(mode="before")
@@ -232,9 +230,7 @@ class CanaryConfig(Section):
     every: Whole | None = Field(
         default=None, description="weight updates between checks; 0: never; default: 1, for embedded engines 0"
     )
-    prompts: int = Field(
-        default=4, ge=2, le=1024, description="every second one is new at every check, the others are fixed"
-    )
+    prompts: int = Field(default=4, ge=2, le=1024, description="every second one new at every check, the others fixed")
     tokens: Count = Field(default=16, description="positions checked of each prompt, at its end")
     bound: Positive | None = Field(
         default=None, description="largest mean |log-prob difference|; default: 3x that of the first check"

@@ -191,11 +191,7 @@ class Chat:
 
     def render(self, result: str) -> str:
         function = {"name": self._schemas[0]["function"]["name"], "arguments": {}}
-        called = {
-            "role": "assistant",
-            "content": _REASONED,
-            "tool_calls": [{"type": "function", "function": function}],
-        }
+        called = {"role": "assistant", "content": _REASONED, "tool_calls": [{"type": "function", "function": function}]}
         answer = {"role": "tool", "name": function["name"], "content": result}
         before = self._apply([_QUESTION, called])
         after = self._apply([_QUESTION, called, answer], add_generation_prompt=True)

@@ -32,9 +32,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(description="address of the server, http://HOST:PORT")
-    tool: str = Field(
-        "step", pattern=r"^[a-zA-Z]\w*$", description="name of the only tool, unless the server has tools"
-    )
+    tool: str = Field("step", pattern=r"^[a-zA-Z]\w*$", description="name of the one tool, unless the server has tools")
     observation: str | None = Field(
         None, description="field of an observation that is its text; default: its only field, else all as JSON"
     )

@@ -249,10 +249,7 @@ def build_task(
     name: str, options: RowOptions, problems: Sequence[Problem], held_out: Sequence[Problem] | None, where: str
 ) -> BuiltTask:
     """Returns a task over these problems; `held_out` is the test split if it has another source."""
-    if held_out is None:
-        train, test = _split(problems, options.holdout, options.seed)
-    else:
-        train, test = _without_overlap(problems, held_out, where), list(held_out)
+    train, test = _split(problems, held_out, options, where)
     given, notes = len(train), []
     if options.drop_duplicates and len(train := _distinct(train, test)) < given:
         notes.append(f"{where}: {len(train):,} of {given:,} training rows are kept, the others repeat a question")
@@ -338,15 +335,25 @@ def _checked(value: Any, column: str, location: str) -> Any:
     return value
 
 
-def _split(problems: Sequence[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Returns training and test problems, split by question: rows with the same question are in the same split."""
-    questions = list(dict.fromkeys(problem.question for problem in problems))
-    random.Random(f"split/{seed}").shuffle(questions)
-    tested = frozenset(questions[: round(share * len(questions))])
-    return (
-        [problem for problem in problems if problem.question not in tested],
-        [problem for problem in problems if problem.question in tested],
-    )
+def _split(
+    problems: Sequence[Problem], held_out: Sequence[Problem] | None, options: RowOptions, where: str
+) -> tuple[list[Problem], list[Problem]]:
+    """Returns training and test problems: rows with the same question are in the same split."""
+    if held_out is None:
+        questions = list(dict.fromkeys(problem.question for problem in problems))
+        random.Random(f"split/{options.seed}").shuffle(questions)
+        tested = frozenset(questions[: round(options.holdout * len(questions))])
+        test = [problem for problem in problems if problem.question in tested]
+    else:
+        test, tested = list(held_out), frozenset(problem.question for problem in held_out)
+    train = [problem for problem in problems if problem.question not in tested]
+    if held_out is not None and (repeated := len(problems) - len(train)):
+        warnings.warn(
+            f"{where}: {repeated} training rows are also in the test split and are left out of training",
+            TrimtabWarning,
+            stacklevel=4,
+        )
+    return train, test
 
 
 def _distinct(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem]:
@@ -354,15 +361,3 @@ def _distinct(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem
     by_question = {" ".join(problem.question.casefold().split()): problem for problem in reversed([*test, *train])}
     kept = {id(problem) for problem in by_question.values()}
     return [problem for problem in train if id(problem) in kept]
-
-
-def _without_overlap(train: Sequence[Problem], test: Sequence[Problem], where: str) -> list[Problem]:
-    tested = frozenset(problem.question for problem in test)
-    kept = [problem for problem in train if problem.question not in tested]
-    if len(kept) < len(train):
-        warnings.warn(
-            f"{where}: {len(train) - len(kept)} training rows are also in the test split and are left out of training",
-            TrimtabWarning,
-            stacklevel=4,
-        )
-    return kept

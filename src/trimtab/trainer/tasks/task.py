@@ -244,9 +244,7 @@ class StyleOptions(TaskOptions):
     template: str | None = Field(None, description="text with {question} and, few-shot, {answer}")
     examples: int = Field(4, ge=0, le=64, description="worked examples, few-shot only; taken out of the training split")
     system: str | None = Field(None, description="system turn, chat only")
-    stop: tuple[str, ...] | None = Field(
-        None, description="strings that end a response; default: what the style implies"
-    )
+    stop: tuple[str, ...] | None = Field(None, description="strings that end a response; default: those of the style")
     max_tokens: int | None = Field(None, ge=1, description="default: what the answers need; 512 for chat and plain")
     seed: int = Field(0, description="draws the split and the worked examples")
 
