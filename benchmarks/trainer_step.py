@@ -141,8 +141,7 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     from trimtab.trainer.held_out import eval_tasks
     from trimtab.trainer.observer import NullObserver
     from trimtab.trainer.run import RunParts, build_trainer
-    from trimtab.trainer.tasks.task import BuiltTask
-    from trimtab.trainer.tasks.templates import Chat
+    from trimtab.trainer.tasks.task import BuiltTask, Chat
     from trimtab.types import Problem, RewardSpec
 
     commands, watches = Commands(), {"products": lambda: RecordedProducts(loaded.model.config), "profile": profile}

@@ -33,8 +33,7 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.invariant import make_invariant
 from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.tasks.task import BuiltTask
-from trimtab.trainer.tasks.templates import FewShot
+from trimtab.trainer.tasks.task import BuiltTask, FewShot
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
 QUESTION = "A shop has {a} boxes of {b} nails and {c} more. How many nails are there?"

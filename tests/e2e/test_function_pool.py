@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from tests.support.processes import gone
 
-from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
-from trimtab.trainer.sandbox.function_worker import HEADER, Outcome
+from trimtab.trainer.sandbox.function_pool import HEADER, Call, FunctionPool, Outcome
 
 pytestmark = pytest.mark.e2e
 

@@ -1,16 +1,28 @@
 """Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch.
 
-recipes          reads a recipe with its bases, paths and overrides (`overrides`), and explains what is wrong in it
-schema           all sections; those of engines are in `engine_sections`, those of updates in `training_sections`
-section          their base class, and kinds of numbers
+recipes          reads a recipe with its bases, paths and overrides, and explains what is wrong in it
+schema           all sections; those of updates and engines are in `sections`, with their base class
 consistency      settings that contradict each other, and keys without effect
 """
 
-from trimtab.trainer.config.engine_sections import EngineConfig, ServerConfig
-from trimtab.trainer.config.overrides import parse_override, split_overrides
-from trimtab.trainer.config.recipes import LABORATORY_MODELS, is_recipe, load_config, parse_config, recipe_names
+from trimtab.trainer.config.recipes import (
+    LABORATORY_MODELS,
+    is_recipe,
+    load_config,
+    parse_config,
+    parse_override,
+    recipe_names,
+    split_overrides,
+)
 from trimtab.trainer.config.schema import GOLD, REQUIRED_SECTIONS, Config, EnvironmentConfig, LogConfig, PrefixConfig
-from trimtab.trainer.config.training_sections import BATCH_BASELINE, DISTILLATION, TOKEN_BASELINE, OptimConfig
+from trimtab.trainer.config.sections import (
+    BATCH_BASELINE,
+    DISTILLATION,
+    TOKEN_BASELINE,
+    EngineConfig,
+    OptimConfig,
+    ServerConfig,
+)
 
 __all__ = [
     "BATCH_BASELINE",

@@ -94,10 +94,7 @@ def _special_batches(config: Config) -> Iterator[str]:
     if prefix is not None and demonstrations is not None:
         yield "[prefix] and [demonstrations] cannot be combined: leave one of them out"
     if config.environment is not None:
-        yield (
-            f"[environment] and [{section}] cannot be combined: a response is continued either by turns or from a "
-            "prefix"
-        )
+        yield (f"[environment] and [{section}] cannot be combined: a response is continued by turns or from a prefix")
     key = "ray.engines" if config.placement == "ray" else "engine.workers"
     engines = config.ray.engines if config.placement == "ray" else config.engine.workers or 1
     if engines > 1:

@@ -1,12 +1,14 @@
 """Loads recipes: reads TOML, makes paths absolute, applies `base` and overrides, and validates.
 
-Paths in a file are relative to its folder, all others to the current one.
+Paths in a file are relative to its folder, all others to the current one. An override is text, `section.key=value`;
+several can be in one word of a command line.
 """
 
 from __future__ import annotations
 
 import importlib.resources
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -18,10 +20,8 @@ from trimtab.files import parse_toml, regular_file
 from trimtab.runs.layout import CONFIG
 from trimtab.text import without_credentials
 from trimtab.trainer.config.consistency import contradictions, refuse
-from trimtab.trainer.config.overrides import parse_override
 from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
-from trimtab.trainer.config.section import PluginSection
-from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
+from trimtab.trainer.config.sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig, PluginSection
 
 _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,
@@ -29,12 +29,7 @@ _DEFAULT_NAMES = {
 }
 # Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
 # like `--out`.
-PATH_KEYS = {
-    "task.path": (),
-    "task.test_path": (),
-    "demonstrations.path": ("gold",),
-    "engine.server.folder": (),
-}
+PATH_KEYS = {"task.path": (), "task.test_path": (), "demonstrations.path": ("gold",), "engine.server.folder": ()}
 LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
 # Keys that hold a name (of a shipped model, or on the hub) or a folder.
 NAMES_OR_FOLDERS = {
@@ -44,12 +39,14 @@ NAMES_OR_FOLDERS = {
 }
 TASK_LISTS = ("eval.task", "task.part")
 """Lists of tasks, which have the paths of `[task]`."""
+SHIPPED = importlib.resources.files("trimtab.trainer") / "recipes"
+SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
+"""A number as Python writes it and TOML does not."""
 
 
 def recipe_names() -> list[str]:
     """Returns the names of the recipes in the package."""
-    folder = importlib.resources.files("trimtab.trainer") / "recipes"
-    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+    return sorted(item.name.removesuffix(".toml") for item in SHIPPED.iterdir() if item.name.endswith(".toml"))
 
 
 def recipe_file(name: str) -> Path | None:
@@ -79,7 +76,15 @@ def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def _read_with_overrides(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    base, unset, changes = _split_overrides(overrides)
+    base, unset, changes = None, [], []
+    for override in overrides:
+        key, value = parse_override(override)
+        if key == "base":
+            base = value
+        elif key == "unset":
+            unset += value if isinstance(value, list) else [value]
+        else:
+            changes.append((override, key, value))
     if isinstance(recipe, Mapping):
         data = _apply_base(resolve_paths(recipe, Path()), base, Path(), ())
     else:
@@ -87,8 +92,8 @@ def _read_with_overrides(recipe: str | Path | Mapping[str, Any], overrides: Sequ
         data.setdefault("out", f"runs/{Path(recipe).stem}")
     _unset(data, unset, "the recipe")
     # Names first: a part of another name starts without the keywords of its predecessor.
-    for override in sorted(changes, key=lambda change: parse_override(change)[0] not in DEPENDENT_SECTIONS):
-        _override(data, override)
+    for override, key, value in sorted(changes, key=lambda change: change[1] not in DEPENDENT_SECTIONS):
+        _override(data, override, key, value)
     return data
 
 
@@ -102,20 +107,6 @@ def parse_config(data: Mapping[str, Any], where: str) -> Config:
     except TrimtabError as error:
         raise TrimtabError(without_credentials(f"{where}: {error}")) from None
     return config
-
-
-def _split_overrides(overrides: Sequence[str]) -> tuple[Any, list[Any], list[str]]:
-    """Returns the values of the overrides `base` (None without one) and `unset`, and the other overrides."""
-    base, unset, rest = None, [], []
-    for override in overrides:
-        key, value = parse_override(override)
-        if key == "base":
-            base = value
-        elif key == "unset":
-            unset += value if isinstance(value, list) else [value]
-        else:
-            rest.append(override)
-    return base, unset, rest
 
 
 def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -219,7 +210,7 @@ def _read(recipe: str | Path) -> dict[str, Any]:
             listing = "`trimtab recipes` lists them; a file ends in .toml, and a run's folder holds its config.toml"
             hint = ("/" in recipe and neighbors(Path(recipe))) or did_you_mean(recipe, recipe_names(), listing)
             raise TrimtabError(f"unknown recipe {recipe!r}{hint}")
-        text = (importlib.resources.files("trimtab.trainer") / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8")
+        text = (SHIPPED / f"{recipe}.toml").read_text(encoding="utf-8")
     else:
         try:
             text = regular_file(recipe).read_text(encoding="utf-8-sig")
@@ -233,8 +224,7 @@ def _read(recipe: str | Path) -> dict[str, Any]:
         raise TrimtabError(f"{recipe}: not valid TOML: {error}") from None
 
 
-def _override(data: dict[str, Any], override: str) -> None:
-    key, value = parse_override(override)
+def _override(data: dict[str, Any], override: str, key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     part = data.get(parents[0], {}) if key in DEPENDENT_SECTIONS else None
     if isinstance(part, Mapping) and _name_of(parents[0], part) != value:
@@ -246,7 +236,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
             raise TrimtabError(f"--set {override!r}: {not_a_section('.'.join(parents[:depth]), section)}")
-    section[leaf] = resolve_path(key, value, Path())
+    section[leaf] = resolve_paths({leaf: value}, Path(), key.removesuffix(leaf))[leaf]
 
 
 def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
@@ -264,15 +254,8 @@ def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> di
         elif isinstance(value, str) and _is_path(key, value, folder):
             resolved[name] = str(_absolute(value, folder))
         elif isinstance(value, list) and key in TASK_LISTS:
-            tasks = (resolve_paths({"task": task}, folder)["task"] for task in value)
-            resolved[name] = list(tasks)
+            resolved[name] = [resolve_paths({"task": task}, folder)["task"] for task in value]
     return resolved
-
-
-def resolve_path(key: str, value: Any, folder: Path) -> Any:
-    """Returns the value of one dotted key with an absolute path, as `resolve_paths` does."""
-    section, dot, name = key.rpartition(".")
-    return resolve_paths({name: value}, folder, section + dot)[name]
 
 
 def _is_path(key: str, value: str, folder: Path) -> bool:
@@ -292,6 +275,58 @@ def _absolute(value: str, folder: Path) -> Path:
         raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
     # One spelling of `folder`, so that a resumed run reads the same; symbolic links in `value` are kept.
     return Path(os.path.normpath(folder.resolve() / expanded))
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Returns the dotted key and the value of `section.key=value`.
+
+    A value that is no TOML is text, so that names need no quotes, but for numbers such as `.1`.
+    """
+    key, equals, raw = override.partition("=")
+    if not equals or not key.strip():
+        raise TrimtabError(f"--set {override!r}: write it as section.key=value")
+    try:
+        value = parse_toml(f"value = {raw}")["value"]
+    except ValueError:
+        value = float(raw) if SHORT_NUMBER.fullmatch(raw) else raw
+    if value == raw and raw[:1] in ("'", '"'):
+        raise TrimtabError(
+            f"{override}: the value is not a TOML string; between single quotes everything stands for itself, between "
+            'double quotes a backslash is written \\\\ and a quote \\"'
+        )
+    return key.strip(), value
+
+
+def split_overrides(text: str, where: str) -> list[str]:
+    """Splits `a=1,b=[2,3]` into `a=1` and `b=[2,3]`: commas inside brackets or quotes belong to the value.
+
+    Raises `TrimtabError`, which begins with `where`, for a bracket or quote without partner and a part without `=`.
+    """
+    parts, depth, quote, escaped = [""], 0, "", False
+    for character in text:
+        if escaped:
+            escaped = False
+        elif quote:
+            escaped = (quote, character) == ('"', "\\")
+            quote = "" if character == quote else quote
+        elif character in "\"'" and parts[-1].endswith("="):
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if quote or depth:
+        what = f"the quote {quote}" if quote else "a bracket"
+        raise TrimtabError(
+            f"{where}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
+        )
+    options = [part for part in parts if part]
+    bad = next((part for part in options if "=" not in part), None)
+    if bad is not None:
+        raise TrimtabError(f"{where}: {bad!r} is not KEY=VALUE; put a value that holds a comma in quotes")
+    return options
 
 
 def explain_first(error: ValidationError) -> str:

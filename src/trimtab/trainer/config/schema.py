@@ -13,23 +13,24 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from trimtab.trainer.config.engine_sections import EngineConfig, Placement, RayConfig, RoutingConfig
-from trimtab.trainer.config.section import (
+from trimtab.trainer.config.sections import (
     MAX_FLOAT,
+    AdvantageConfig,
     Count,
     Dtype,
-    PluginSection,
-    Processes,
-    Seconds,
-    Section,
-    Whole,
-)
-from trimtab.trainer.config.training_sections import (
-    AdvantageConfig,
+    EngineConfig,
     GuardConfig,
     ObjectiveConfig,
     OptimConfig,
+    Placement,
+    PluginSection,
+    Processes,
+    RayConfig,
+    RoutingConfig,
+    Seconds,
+    Section,
     TrainerConfig,
+    Whole,
 )
 
 NoiseStd = Annotated[float, Field(ge=0, le=100)]
@@ -52,9 +53,7 @@ DEPENDENT_SECTIONS = {
 class LoraConfig(Section):
     """Low-rank adapters through peft; rank 0 trains every weight."""
 
-    rank: int = Field(
-        default=0, ge=0, le=65536, description="rank of the adapters; 0: no adapters, every weight is trained"
-    )
+    rank: int = Field(default=0, ge=0, le=65536, description="rank of the adapters; 0: none, every weight is trained")
     alpha: Count = Field(default=16, description="adapters are scaled by alpha / rank")
     targets: str | list[str] = Field(
         default="all-linear", description="names of the layers that get adapters; `all-linear`: all but the head"
@@ -143,9 +142,7 @@ class RewardConfig(PluginSection):
 class SamplingConfig(Section):
     """How training responses are drawn."""
 
-    temperature: float = Field(
-        default=1.0, ge=1e-3, le=1e3, description="of the sampler and of the trainer's log-probs alike"
-    )
+    temperature: float = Field(default=1.0, ge=1e-3, le=1e3, description="of the sampler and the trainer's log-probs")
     top_p: float = Field(default=1.0, gt=0, le=1, description="probability mass tokens are drawn from; 1: all")
     top_k: Whole = Field(default=0, description="number of most likely tokens to draw from; 0: all")
     top_logprobs: int | None = Field(
@@ -263,10 +260,8 @@ class LogConfig(Section):
     """What a run writes in addition to metrics.jsonl."""
 
     trajectories_every: Whole = Field(default=1, description="steps between trajectory files; 0: none")
-    tensorboard: bool = Field(
-        default=False, description="event files in the run directory; needs the extra `tensorboard`"
-    )
-    wandb: str | None = Field(default=None, description="W&B project; needs the extra `wandb`")
+    tensorboard: bool = Field(default=False, description="event files in the run directory (extra `tensorboard`)")
+    wandb: str | None = Field(default=None, description="W&B project (extra `wandb`)")
 
 
 class SftConfig(Section):
@@ -294,9 +289,7 @@ class SftConfig(Section):
 class ShardingConfig(Section):
     """How the trained model is sharded over the ranks (FSDP2); not for one process."""
 
-    offload: bool = Field(
-        default=False, description="parameters, gradients and optimizer state wait in CPU memory (several ranks)"
-    )
+    offload: bool = Field(default=False, description="parameters, gradients and optimizer state wait in CPU memory")
     reshard: bool = Field(default=True, description="free gathered weights after a layer's forward")
 
 

@@ -57,19 +57,16 @@ class BackgroundCall:
             if not self._cancelled:
                 self._deadline = time.monotonic() + self._timeout
                 self._begun.set()
-        if not self._cancelled:
-            self._run_function()
-        self._release_slot()
-        self._done.set()
-
-    def _run_function(self) -> None:
         try:
-            value = self._function()
-            if inspect.isawaitable(value):
-                value = self._run_awaitable(value)
-            self._value = value if self._convert is None else self._convert(value)
+            if not self._cancelled:
+                value = self._function()
+                if inspect.isawaitable(value):
+                    value = self._run_awaitable(value)
+                self._value = value if self._convert is None else self._convert(value)
         except BaseException as error:
             self._error = error
+        self._release_slot()
+        self._done.set()
 
     def cancel(self) -> bool:
         """Keeps a call that has not begun from running, and returns whether that was so."""
@@ -139,7 +136,7 @@ class EnvironmentThread:
 
     def start(self, call: BackgroundCall) -> BackgroundCall:
         """Runs the call in the background and returns it."""
-        if self._calls is None or self.is_busy:
+        if self._calls is None or (self._last is not None and not self._last.done):
             self.end()
             self._calls = queue.SimpleQueue()
             threading.Thread(target=_run_all, args=(self._calls,), name="environment", daemon=True).start()
@@ -147,14 +144,9 @@ class EnvironmentThread:
         self._calls.put(call)
         return call
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call is in progress."""
-        return self._last is not None and not self._last.done
-
     def cancel(self) -> bool:
         """Keeps a call that has not begun from running; returns whether none is in progress."""
-        return not self.is_busy or (self._last is not None and self._last.cancel())
+        return self._last is None or self._last.done or self._last.cancel()
 
     def wait(self) -> None:
         """Waits until the call in progress has ended or is given up."""

@@ -91,14 +91,9 @@ def tool_names(kind: Any) -> list[str]:
 
 def required_parameters(kind: Any, tool: str) -> list[str]:
     """Returns the names of the parameters of a tool without a default, but for `self`."""
-    empty = inspect.Parameter.empty
-    return [item.name for item in _parameters(kind, tool) if item.default is empty and item.kind not in _COLLECTED]
-
-
-def _parameters(kind: Any, tool: str) -> list[inspect.Parameter]:
-    """Returns the parameters of a tool, but for `self`."""
     parameters = list(inspect.signature(getattr(kind, tool)).parameters.values())
-    return parameters if isinstance(inspect.getattr_static(kind, tool), staticmethod) else parameters[1:]
+    own = parameters if isinstance(inspect.getattr_static(kind, tool), staticmethod) else parameters[1:]
+    return [item.name for item in own if item.default is item.empty and item.kind not in _COLLECTED]
 
 
 def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -133,20 +128,15 @@ def call_tool(environment: Any, call: Call) -> Any:
     method = getattr(environment, name)
     signature = inspect.signature(method)
     try:
-        if isinstance(call.arguments, str):
-            bound = _bind_text(signature, call.arguments)
-        else:
-            bound = signature.bind(**call.arguments)
+        arguments = call.arguments
+        if isinstance(arguments, str):  # is the first one, a blank text none
+            first = next(iter(signature.parameters), None)
+            arguments = {first: arguments} if first is not None and arguments.strip() else {}
+        bound = signature.bind(**arguments)
     except TypeError as error:
         raise ToolError(f"{name}: {error}") from None
     _convert(name, method, bound, as_json=isinstance(call.arguments, str))
     return method(*bound.args, **bound.kwargs)
-
-
-def _bind_text(signature: inspect.Signature, text: str) -> inspect.BoundArguments:
-    """Binds a text to the first parameter; a blank one to none."""
-    first = next(iter(signature.parameters), None)
-    return signature.bind(**({first: text} if first is not None and text.strip() else {}))
 
 
 def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArguments, *, as_json: bool) -> None:

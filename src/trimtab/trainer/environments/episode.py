@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 
-from trimtab.errors import TrimtabWarning, error_text
+from trimtab.errors import error_text
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread
 from trimtab.trainer.environments.environment import call_tool, row_for, text_of
 from trimtab.trainer.environments.formats import Call
-from trimtab.trainer.sandbox.function_worker import checked
+from trimtab.trainer.sandbox.function_pool import checked
 from trimtab.types import EpisodeOutcome, IntArray, Prompt, TurnResult
 
 
@@ -76,27 +76,24 @@ class Episode:
 
     def start_reward(self) -> BackgroundCall | None:
         """Begins `get_reward`, whose value is a usable reward; None without it, and for an episode that failed."""
-        if self.failure is not None or not _has(self.environment, "get_reward"):
-            return None
-        return self._start(partial(_call, self.environment, "get_reward"), _usable)
+        return None if self.failure is not None else self._start_optional("get_reward", _usable)
 
     def start_close(self) -> BackgroundCall | None:
         """Begins `close`; None for a class without it. Where a call hangs it runs in a new thread."""
-        if not _has(self.environment, "close"):
-            return None
-        return self._start(partial(_call, self.environment, "close"))
+        return self._start_optional("close")
 
     def value(self, call: BackgroundCall, method: str) -> Any:
         """Returns the value of a call that must not fail, once it has ended; None where it fails, the `failure`."""
-        call.wait(float("inf"))
-        try:
-            return call.value()
-        except EnvironmentFailed as error:
-            failure = str(error)
-        except Exception as error:
-            failure = f"raised {error_text(error)}"
-        self.failure = f"{method} {failure}"
-        return None
+        value, failure = awaited(call)
+        if failure is not None:
+            self.failure = f"{method} {failure}"
+        return value
+
+    def _start_optional(self, method: str, convert: Callable[[Any], Any] | None = None) -> BackgroundCall | None:
+        if not hasattr(type(self.environment), method):
+            return None
+        # Whatever the access to the method raises, it raises in the background.
+        return self._start(partial(methodcaller(method), self.environment), convert)
 
     def _start(
         self,
@@ -107,22 +104,15 @@ class Episode:
         return self.thread.start(BackgroundCall(function, self.timeout, convert, slots))
 
 
-def warn_of_failed_close(call: BackgroundCall) -> None:
-    """Warns where a call of `close` failed: the responses are complete, only what the environment held may be left."""
+def awaited(call: BackgroundCall) -> tuple[Any, str | None]:
+    """Returns the value of a call once it has ended, or None and what happened instead."""
+    call.wait(float("inf"))
     try:
-        call.value()
+        return call.value(), None
+    except EnvironmentFailed as error:
+        return None, str(error)
     except Exception as error:
-        reason = error if isinstance(error, EnvironmentFailed) else f"raised {error_text(error)}"
-        warnings.warn(f"close() of an environment {reason}", TrimtabWarning, stacklevel=2)
-
-
-def _has(environment: Any, method: str) -> bool:
-    return hasattr(type(environment), method)
-
-
-def _call(environment: Any, method: str) -> Any:
-    """Returns what a method returns, or an awaitable. Whatever the access to it raises, it raises in the background."""
-    return getattr(environment, method)()
+        return None, f"raised {error_text(error)}"
 
 
 def _usable(value: Any) -> float:

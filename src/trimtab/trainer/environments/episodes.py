@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,10 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trimtab.errors import TrimtabError, error_text
+from trimtab.errors import TrimtabError, TrimtabWarning, error_text
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
-from trimtab.trainer.environments.episode import Episode, warn_of_failed_close
+from trimtab.trainer.environments.episode import Episode, awaited
 from trimtab.trainer.environments.formats import Call, Format, ResultEncoder, ToolError, escape_surrogates
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, EpisodeOutcome, FinishReason, Problem, Prompt, SamplingParams, TurnResult
@@ -211,8 +212,9 @@ class Episodes:
             thread.wait()
         closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
         for call in closing:
-            call.wait(float("inf"))
-            warn_of_failed_close(call)
+            _, failure = awaited(call)
+            if failure is not None:  # the responses are complete, only what the environment held may be left
+                warnings.warn(f"close() of an environment {failure}", TrimtabWarning, stacklevel=2)
         for episode in self._episodes:
             episode.thread.end()
 

@@ -18,9 +18,6 @@ from trimtab.plugins import load_function
 from trimtab.trainer import chat_template
 from trimtab.types import IntArray
 
-NAMES = ("tag", "fence", "chat")
-"""The names of the built-in formats; "chat" needs a tokenizer, and `BuiltEnvironment` makes it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -145,9 +142,8 @@ def _arguments(tool: str, content: str) -> dict[str, Any]:
 
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-"""What begins a call, and what ends it and with it the turn."""
+# The text that a call has before its end, over several lines as most templates teach it.
 SHAPE = '<tool_call>\n{"name": "", "arguments": {}}\n'
-"""The text that a call has before its end, over several lines as most templates teach it."""
 _QUESTION = {"role": "user", "content": "?"}
 # With a thought, because many templates drop those of earlier turns when a result follows them.
 _REASONED = "<think>\nThus.\n</think>\n\nI call."
@@ -195,11 +191,7 @@ class Chat:
 
     def render(self, result: str) -> str:
         function = {"name": self._schemas[0]["function"]["name"], "arguments": {}}
-        called = {
-            "role": "assistant",
-            "content": _REASONED,
-            "tool_calls": [{"type": "function", "function": function}],
-        }
+        called = {"role": "assistant", "content": _REASONED, "tool_calls": [{"type": "function", "function": function}]}
         answer = {"role": "tool", "name": function["name"], "content": result}
         before = self._apply([_QUESTION, called])
         after = self._apply([_QUESTION, called, answer], add_generation_prompt=True)
@@ -217,7 +209,8 @@ class Chat:
 def build_format(name: str, tools: tuple[str, ...], multi_argument_tools: frozenset[str] = frozenset()) -> Format:
     """Returns the format `name`: "tag", "fence", or a user's own class as `module:Format`.
 
-    `multi_argument_tools` are the tools that need more than one argument.
+    `multi_argument_tools` are the tools that need more than one argument. "chat" needs a tokenizer: see
+    `BuiltEnvironment.runner`.
     """
     if name == "tag":
         return Tag(tools, multi_argument_tools)
@@ -228,11 +221,8 @@ def build_format(name: str, tools: tuple[str, ...], multi_argument_tools: frozen
             raise TrimtabError(f"format 'fence' has one argument, and tool {tools[0]!r} needs more: take format 'tag'")
         return Fence()
     if ":" not in name:
-        raise TrimtabError(f"unknown format {name!r}{did_you_mean(name, NAMES)}; write your own as module:Format")
-    return _load_format(name)
-
-
-def _load_format(name: str) -> Format:
+        known = did_you_mean(name, ["tag", "fence", "chat"])
+        raise TrimtabError(f"unknown format {name!r}{known}; write your own as module:Format")
     try:
         call_format = load_function(name, "format")()
     except TypeError as error:
@@ -248,12 +238,9 @@ def _load_format(name: str) -> Format:
     return call_format
 
 
-MARK = "\ue000"
-"""A character of Unicode's private use area."""
-CUT = " ... "
-"""Stands for what is left out of the middle of a long result."""
-CHARACTERS = 32
-"""Characters of a token that are read of a result too long to be encoded as a whole."""
+MARK = "\ue000"  # a character of Unicode's private use area
+CUT = " ... "  # stands for what is left out of the middle of a long result
+CHARACTERS = 32  # of a token that are read of a result too long to be encoded as a whole
 
 
 class ResultEncoder:
@@ -277,10 +264,7 @@ class ResultEncoder:
         self._form, self._limit = form, limit
 
     def observation(self, result: str) -> IntArray:
-        """Returns the tokens that follow a turn.
-
-        Text of the result that looks like a token of the chat template stays text.
-        """
+        """Returns the tokens that follow a turn."""
         return self._encode_around(result, self._form.render)
 
     def shortened(self, result: str) -> str:

@@ -32,9 +32,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(description="address of the server, http://HOST:PORT")
-    tool: str = Field(
-        "step", pattern=r"^[a-zA-Z]\w*$", description="name of the only tool, unless the server has tools"
-    )
+    tool: str = Field("step", pattern=r"^[a-zA-Z]\w*$", description="name of the one tool, unless the server has tools")
     observation: str | None = Field(
         None, description="field of an observation that is its text; default: its only field, else all as JSON"
     )
@@ -111,6 +109,15 @@ class OpenEnv:
         """Ends the session of the server."""
         await self._session.close()
 
+    def _get_reward(self) -> float:
+        """Returns the sum of the rewards of the steps: 0 without a step."""
+        known = [reward for reward in self._rewards if reward is not None]
+        if self._rewards and not known:
+            raise ServerError(
+                "no step had a reward: set environment.reward = false, and the rewards of the recipe count"
+            )
+        return float(sum(known))
+
     async def _step(self, action: Mapping[str, Any]) -> str:
         if self._done:
             raise ValueError("the episode is over")
@@ -138,15 +145,6 @@ def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
         return ""
     value = next(iter(fields.values())) if len(fields) == 1 else fields
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _get_reward(self: OpenEnv) -> float:
-    """Returns the sum of the rewards of the steps: 0 without a step."""
-    rewards = self._rewards  # pyright: ignore[reportPrivateUsage]
-    known = [reward for reward in rewards if reward is not None]
-    if rewards and not known:
-        raise ServerError("no step had a reward: set environment.reward = false, and the rewards of the recipe count")
-    return float(sum(known))
 
 
 def _result_of_tool(observation: Mapping[str, Any]) -> str:
@@ -178,7 +176,7 @@ def openenv_class(options: Options) -> type:
             f"environment.url = {options.url!r} is not an OpenEnv server ({type(error).__name__}: {error}): "
             "start it, or correct the address"
         ) from None
-    methods = {"get_reward": _get_reward} if options.reward else {}
+    methods = {"get_reward": OpenEnv._get_reward} if options.reward else {}
     return type("OpenEnvServer", (OpenEnv,), methods | {tool.__name__: tool for tool in tools})
 
 
@@ -227,15 +225,11 @@ def method_of(
     parameters = [inspect.Parameter(key, kind, default=default) for key, default in defaults.items()]
     tool.__name__ = tool.__qualname__ = name
     tool.__signature__ = inspect.Signature([inspect.Parameter("self", kind), *parameters])  # pyright: ignore[reportFunctionMemberAccess]
-    described = {
-        key: {word: part for word, part in value.items() if word != "title"} | {"description": _description(value, key)}
-        for key, value in properties.items()
-    }
+    described = {}
+    for key, value in properties.items():
+        text = " ".join(str(value.get("description") or key).split())
+        described[key] = {word: part for word, part in value.items() if word != "title"} | {"description": text}
     arguments = {**schema, "type": "object", "properties": described, "required": required}
     function = {"name": name, "description": " ".join(description.split()), "parameters": arguments}
     setattr(tool, JSON_SCHEMA, {"type": "function", "function": function})
     return tool
-
-
-def _description(schema: Mapping[str, Any], name: str) -> str:
-    return " ".join(str(schema.get("description") or name).split())

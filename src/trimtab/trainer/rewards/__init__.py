@@ -1,36 +1,38 @@
-"""Rewards: `build(specs, task) -> Scorer`; see docs/reference-tasks.md."""
+"""Rewards, functions of a response and its problem: `build(specs, task) -> Scorer`; see docs/reference-tasks.md.
+
+A reward that fails costs its sample only, and is counted.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from trimtab.errors import TrimtabError
-from trimtab.plugins import load_function
-from trimtab.trainer.registry import Registry
-from trimtab.trainer.rewards.reward import Built, Response, build_user_reward
-from trimtab.trainer.rewards.scorer import Score, Scorer, Weighted
-from trimtab.types import RewardSpec, Task
+from pydantic import BaseModel, ConfigDict
 
-__all__ = ["KINDS", "Response", "Score", "Scorer", "Weighted", "build", "weighted"]
+from trimtab.errors import TrimtabError
+from trimtab.plugins import check_arguments, load_function
+from trimtab.trainer.registry import Registry
+from trimtab.trainer.sandbox.function_pool import Call, FunctionPool, Outcome, checked, describe
+from trimtab.types import Completion, FinishReason, Problem, RewardSpec, Task
 
 KINDS = Registry(
     "reward",
     {
         "exact": "rewards.builtin:Exact",
         "numeric": "rewards.builtin:Numeric",
-        "math": "rewards.math_equal:MathEqual",
+        "math": "rewards.builtin:MathEqual",
         "format": "rewards.builtin:Format",
         "overlong": "rewards.builtin:Overlong",
-        "reasoning-gym": "rewards.gym_scorer:GymScore",
-        "python-tests": "rewards.python_tests:PythonTests",
+        "reasoning-gym": "rewards.builtin:GymScore",
+        "python-tests": "rewards.builtin:PythonTests",
         "by-task": "rewards.builtin:ByTask",
     },
     "write your own as module:function",
 )
-
-
 Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, Any]]
 
 
@@ -68,5 +70,164 @@ def _built(label: str, spec: RewardSpec, task: Task) -> Built:
             given = ", ".join(map(repr, spec.options))
             raise TrimtabError(f"reward {label!r}: your own function takes no options, got {given}")
         function = load_function(spec.name, "reward") if isinstance(spec.name, str) else spec.name
-        return build_user_reward(function, label)
+        check_arguments(function, f"reward {label!r}", {"completion": "str", "problem": "Problem"})
+        return Built(lambda response, problem: function(response.text, problem), isolated=True)
     return KINDS.read(spec.name, spec.options).build(task)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A finished text, how it ended, and the number of its sampled tokens, which observations are not."""
+
+    text: str
+    finish: FinishReason
+    tokens: int
+
+    @classmethod
+    def of(cls, completion: Completion) -> Response:
+        return cls(completion.text, completion.finish_reason, completion.sampled_tokens)
+
+    def body(self, stops: Iterable[str]) -> str:
+        """Returns the text before the first stop string, without surrounding blanks.
+
+        A stop string can lie inside a longer token ("\\n\\n"), so that text follows it that is not part of the answer.
+        """
+        text = self.text
+        for stop in stops:
+            text = text.partition(stop)[0]
+        return text.strip()
+
+
+RewardFunction = Callable[[Response, Problem], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A reward function, and whether it must run in a worker process (it can hang, or is a user's)."""
+
+    function: RewardFunction
+    isolated: bool
+
+
+class Reward(BaseModel, ABC):
+    """A built-in reward: its fields are the options a recipe may give."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @abstractmethod
+    def build(self, task: Task) -> Built:
+        """Returns the function that scores responses of `task`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The weighted sum and its unweighted parts by reward name. `total` is None exactly when `error` says why."""
+
+    total: float | None
+    parts: Mapping[str, float]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A reward as the scorer uses it."""
+
+    name: str
+    weight: float
+    timeout: float
+    built: Built
+
+
+class Scorer:
+    """Applies rewards to samples; those that can hang or are a user's own run in worker processes (`FunctionPool`).
+
+    Use it as a context manager or call `close()`; its processes also end with the last reference and with the trainer.
+    """
+
+    def __init__(self, rewards: Sequence[Weighted]) -> None:
+        self.rewards = tuple(rewards)
+        self._outside = [reward for reward in self.rewards if reward.built.isolated]
+        self._pool = FunctionPool([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
+
+    def score(self, items: Sequence[tuple[Problem, Response | Completion]]) -> list[Score]:
+        """One score per item, in order. Never raises for what a reward does.
+
+        A response whose environment returned a reward has that one; a response whose environment failed has none.
+        """
+        known = [_of_environment(*item) for item in items]
+        samples = [
+            (problem, answer if isinstance(answer, Response) else Response.of(answer))
+            for (problem, answer), score in zip(items, known, strict=True)
+            if score is None
+        ]
+        outcomes = self._outcomes(samples)
+        scores = (
+            self._combine(problem, {reward.name: outcomes[reward.name][index] for reward in self.rewards})
+            for index, (problem, _) in enumerate(samples)
+        )
+        return [next(scores) if score is None else score for score in known]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _outcomes(self, samples: Sequence[tuple[Problem, Response]]) -> dict[str, list[Outcome]]:
+        """Returns the outcomes of each reward by its name, in the order of the samples."""
+        inside = [reward for reward in self.rewards if not reward.built.isolated]
+        found = {reward.name: [_call(reward.built, *sample) for sample in samples] for reward in inside}
+        if self._pool is None:
+            return found
+        packed = [{"problem": _plain(problem), "response": asdict(response)} for problem, response in samples]
+        calls = [
+            Call(number, arguments, reward.timeout)
+            for number, reward in enumerate(self._outside)
+            for arguments in packed
+        ]
+        outcomes = iter(self._pool.run(calls))
+        return found | {reward.name: [next(outcomes) for _ in samples] for reward in self._outside}
+
+    def _combine(self, problem: Problem, outcomes: Mapping[str, Outcome]) -> Score:
+        parts = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
+        failed = [f"reward {name!r} {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
+        if failed:
+            return Score(None, parts, f"problem {problem.id!r}: {'; '.join(failed)}")
+        total = checked(sum(reward.weight * parts[reward.name] for reward in self.rewards))
+        if total.error:
+            return Score(None, parts, f"problem {problem.id!r}: the weighted sum of the rewards {total.error}")
+        return Score(total.value, parts)
+
+
+def _of_environment(problem: Problem, answer: Response | Completion) -> Score | None:
+    """Returns the score that follows from an episode's environment; None where the rewards decide."""
+    outcome = answer.outcome if isinstance(answer, Completion) else None
+    if outcome is not None and outcome.reward is not None:
+        return Score(outcome.reward, {"environment": outcome.reward})
+    if outcome is not None and outcome.failure is not None:
+        return Score(None, {}, f"problem {problem.id!r}: the environment failed: {outcome.failure}")
+    return None
+
+
+def _call(built: Built, problem: Problem, response: Response) -> Outcome:
+    try:
+        return checked(built.function(response, problem))
+    except Exception as error:
+        return Outcome(error=describe(error))
+
+
+def _plain(problem: Problem) -> dict[str, object]:
+    return {"id": problem.id, "question": problem.question, "answer": problem.answer, "extra": dict(problem.extra)}
+
+
+def _unpacked(built: Built):
+    """The reward as the worker calls it: records rebuilt from what came through the pipe."""
+
+    def call(problem: dict, response: dict):
+        return built.function(Response(**response), Problem(**problem))
+
+    return call

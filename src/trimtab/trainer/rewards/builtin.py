@@ -1,16 +1,20 @@
-"""Rewards that need nothing but the text: `exact`, `numeric`, `format`, `overlong`; `by-task`, which adds up others."""
+"""The built-in rewards, of which `by-task` adds up others. What is slow to import is imported by `build`."""
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
 import re
 from fractions import Fraction
-from typing import Literal
+from functools import cache, lru_cache
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer import rewards
-from trimtab.trainer.rewards.reward import Built, Response, Reward
+from trimtab.trainer.rewards import Built, Response, Reward, weighted
+from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName
 from trimtab.types import Problem, RewardSpec, Task
 
 
@@ -20,15 +24,13 @@ class Exact(Reward):
     require_stop: bool = Field(True, description="0 for a response cut by the length limit, however it begins")
 
     def build(self, task: Task) -> Built:
-        stops = task.stop
-
         def exact(response: Response, problem: Problem) -> float:
             if self.require_stop and response.finish != "stop":
                 return 0.0
             expected = problem.answer
-            for stop in stops:
+            for stop in task.stop:
                 expected = expected.removesuffix(stop)
-            return float(response.body(stops) == expected.strip())
+            return float(response.body(task.stop) == expected.strip())
 
         return Built(exact, isolated=False)
 
@@ -50,11 +52,10 @@ class Format(Reward):
 
     def build(self, task: Task) -> Built:
         compiled = re.compile(self.pattern, re.DOTALL)
-        stops = task.stop
         match = compiled.fullmatch if self.whole else compiled.search
 
         def form(response: Response, problem: Problem) -> float:
-            return float(match(response.body(stops)) is not None)
+            return float(match(response.body(task.stop)) is not None)
 
         return Built(form, isolated=True)  # a pattern can backtrack for hours
 
@@ -96,15 +97,13 @@ class Numeric(Reward):
     require_stop: bool = Field(True, description="0 for a response cut by the length limit")
 
     def build(self, task: Task) -> Built:
-        stops = task.stop
-
         def numeric(response: Response, problem: Problem) -> float:
             gold = numbers(problem.answer)
             if len(gold) != 1:
                 raise ValueError(f"the right answer {problem.answer[:40]!r} is not one number; use another reward")
             if self.require_stop and response.finish != "stop":
                 return 0.0
-            values = numbers(response.body(stops))
+            values = numbers(response.body(task.stop))
             if not values or (self.which == "only" and len(values) > 1):
                 return 0.0
             return float(close(values[0 if self.which == "first" else -1], gold[0], self.tolerance))
@@ -137,6 +136,156 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if match[0].startswith("-") else value
 
 
+# math-verify reads 4.5e33 as 4.5 times Euler's number times 33, and "-1./3" not at all; data sets are full of both.
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d{1,60}(?:\.\d{0,60})?)[eE]([+-]?\d{1,3})(?![\w.])")
+_BARE_POINT = re.compile(r"(?<=\d)\.(?=\s*[/*+)\]}-])")
+_NUMPY = re.compile(r"\bnp\.(?=[a-z])")
+
+
+class MathEqual(Reward):
+    """1 if the answer is mathematically equal to the gold answer, else 0 (also when no answer is found).
+
+    It runs in a worker, whose timeout is the only one: that of math-verify uses signal.alarm, which fails outside the
+    main thread, and by default it turns its timeouts and errors into "wrong", which here would be a silent 0.
+    """
+
+    where: Literal["boxed", "whole", "anywhere"] = Field(
+        "boxed",
+        description="boxed: only \\boxed{} counts; whole: the whole text is the answer; anywhere: any expression",
+    )
+
+    def build(self, task: Task) -> Built:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off; see above
+        boxed = [LatexExtractionConfig(boxed_match_priority=0)]
+
+        def read(text: str, config: list) -> list:
+            return parse(text, extraction_config=config, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
+
+        @lru_cache(maxsize=1024)  # a group of samples shares its gold answer, and reading one takes milliseconds
+        def read_gold(answer: str) -> list:
+            gold = read(f"\\boxed{{{readable(answer)}}}", boxed)
+            if not gold:
+                raise ValueError(f"cannot read the right answer {answer[:40]!r}; use another reward")
+            return gold
+
+        def equal(response: Response, problem: Problem) -> float:
+            gold = read_gold(problem.answer)
+            answer = readable(response.body(task.stop))
+            if self.where == "anywhere":
+                expressions = read(answer, [*boxed, ExprExtractionConfig()])
+            elif "\\boxed" in answer:
+                expressions = read(answer, boxed)
+            else:
+                expressions = read(f"\\boxed{{{answer}}}", boxed) if self.where == "whole" else []
+            return float(verify(gold, expressions, timeout_seconds=None, raise_on_error=True))
+
+        return Built(equal, isolated=True)
+
+
+def readable(text: str) -> str:
+    """Returns `text` with numbers that math-verify misreads written in LaTeX: 4.5e33 -> 4.5 \\times 10^{33}."""
+    text = _SCIENTIFIC.sub(lambda match: f"{match[1].rstrip('.')} \\times 10^{{{int(match[2])}}}", text)
+    return _NUMPY.sub(r"\\", _BARE_POINT.sub("", text))
+
+
+class GymScore(Reward):
+    """The dataset's own score, usually 0..1 with partial credit. The problem must come from a reasoning-gym task.
+
+    It runs in a worker: several scorers pass the model's text to a symbolic parser, which can hang.
+    """
+
+    tag: str | None = Field(None, description="score what is between <tag> and </tag>; default: the whole answer")
+
+    def build(self, task: Task) -> Built:
+        import reasoning_gym
+
+        @lru_cache(maxsize=16)
+        def source(dataset: str, config: str, seed: int, size: int) -> Any:
+            return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **json.loads(config))
+
+        @lru_cache(maxsize=512)
+        def entry_of(index: int, *dataset: Any) -> Any:
+            return source(*dataset)[index]
+
+        def gym(response: Response, problem: Problem) -> float:
+            answer = response.body(task.stop)
+            if self.tag is not None:
+                answer = _between(answer, self.tag)
+            try:
+                name, config, seed, size, index = (
+                    problem.extra[key] for key in ("dataset", "config", "seed", "size", "index")
+                )
+            except KeyError:
+                raise ValueError("the problem does not come from a reasoning-gym task") from None
+            dataset = name, json.dumps(config, sort_keys=True), seed, size
+            entry = entry_of(index, *dataset)
+            if entry["question"] != problem.question:
+                raise ValueError(
+                    "reasoning-gym no longer makes the same problem; use the version the task was built with"
+                )
+            return source(*dataset).score_answer(answer, entry=copy.deepcopy(entry))
+
+        return Built(gym, isolated=True)
+
+
+def _between(text: str, tag: str) -> str | None:
+    """Returns the content of the last complete <tag>...</tag>, None without one."""
+    head, closing, _ = text.rpartition(f"</{tag}>")
+    _, opening, inside = head.rpartition(f"<{tag}>")
+    return inside.strip() if closing and opening else None
+
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+class PythonTests(Reward):
+    """1 if the program and then the problem's tests run without an error, else 0; running too long is an error.
+
+    The program is the last fenced block of the response, or all of it. It has ended before the sandbox is given the
+    tests, so that an early exit does not skip them. What its functions do when the tests call them is not prevented.
+    """
+
+    sandbox: SandboxName = Field("monty", description="`monty`, a part of Python; or `bubblewrap`, all of it")
+    packages: tuple[str, ...] = Field((), description="installed packages that a program may import; bubblewrap only")
+    seconds: float = Field(1.0, gt=0, le=1e6, description="that the program may take, and its tests again")
+    memory_mb: int = Field(256, ge=1, le=65536, description="megabytes a run may use")
+    program: str = Field("{code}", description="the Python program, with {code} where the response's code belongs")
+    tests: str = Field("tests", description="column of the task's `extra`: Python with assertions, or a list of them")
+
+    @field_validator("program")
+    @classmethod
+    def _has_code(cls, program: str) -> str:
+        if "{code}" not in program:
+            raise ValueError("write {code} where the code of the response belongs")
+        return program
+
+    def build(self, task: Task) -> Built:
+        try:
+            self._start().close()
+        except TrimtabError as error:
+            raise TrimtabError(f"reward 'python-tests': {error}") from None
+        pool = cache(self._start)  # called in the worker process that runs this reward
+
+        def python_tests(response: Response, problem: Problem) -> float:
+            tests = problem.extra.get(self.tests)
+            if not tests:
+                raise ValueError(f"the problem has no {self.tests!r}; name the column in the task's extra")
+            body = response.body(task.stop)
+            code = (_BLOCK.findall(body) or [body])[-1]
+            lines = tests if isinstance(tests, str) else "\n".join(tests)
+            with pool().session() as session:
+                runs = (session.run(text) for text in (self.program.replace("{code}", code), lines))
+                return float(all(run.error is None for run in runs))
+
+        return Built(python_tests, isolated=True)
+
+    def _start(self) -> PythonPool:
+        limits = {"timeout": self.seconds, "memory_mb": self.memory_mb}
+        return PythonPool(self.sandbox, workers=1, packages=self.packages, **limits)
+
+
 class RewardPart(BaseModel):
     """One reward of a task, with its own keywords."""
 
@@ -159,7 +308,7 @@ class ByTask(Reward):
             label: [RewardSpec(part.name, part.weight, options=part.model_extra or {}) for part in parts]
             for label, parts in self.rewards.items()
         }
-        entries = {label: rewards.weighted(of_task, task) for label, of_task in specs.items()}
+        entries = {label: weighted(of_task, task) for label, of_task in specs.items()}
 
         def by_task(response: Response, problem: Problem) -> float:
             label = problem.extra.get("task")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.runs import trajectories
-from trimtab.trainer.config.training_sections import TrainerConfig
+from trimtab.trainer.config.sections import TrainerConfig
 from trimtab.trainer.rollout.collector import Group, has_reward_variance, oldest
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange, Schedule

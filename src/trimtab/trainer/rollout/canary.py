@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import RESUME, DivergedError, EngineDeadError, TrimtabError
 from trimtab.trainer.config import Config
-from trimtab.trainer.config.engine_sections import CanaryConfig
+from trimtab.trainer.config.sections import CanaryConfig
 from trimtab.trainer.engines.weight_transfer import checksum
 from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, SamplingParams

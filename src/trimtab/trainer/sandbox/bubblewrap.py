@@ -4,30 +4,38 @@
            |                              ^
            `--(start, end)--> container_starter.py
 
-Containers are started ahead and used once, for one session.
+Containers are started ahead and used once, for one session. Each may read what its command shows, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import itertools
 import os
 import platform
 import queue
 import select
+import shutil
 import socket
+import subprocess
+import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.processes import WorkerProcess
 from trimtab.trainer.sandbox.code_result import GRACE, CodeResult, Limits, took_too_long
-from trimtab.trainer.sandbox.container_command import container_command
-from trimtab.trainer.sandbox.container_init import BYTES_PER_CHARACTER, HEADER, LENGTH, MAX_REPORT
-from trimtab.trainer.sandbox.seccomp import ARCHITECTURES, container_filter
+from trimtab.trainer.sandbox.container_init import BYTES_PER_CHARACTER, HEADER, HIDDEN, LENGTH, MAX_REPORT, NOBODY
+from trimtab.trainer.sandbox.seccomp import ARCHITECTURES, code_filter, container_filter
 
 STARTER = "trimtab.trainer.sandbox.container_starter"
 START_ATTEMPTS = 3
@@ -45,6 +53,31 @@ ROOT_WITHOUT_RIGHTS = (
     "this process is root in a container that may not make namespaces or change users, as Docker's are by default: "
     'use sandbox = "monty", or start the container with these rights'
 )
+
+INIT = Path(__file__).with_name("container_init.py")
+OLDEST = "0.8"  # the first version with --disable-userns
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero can be mapped: memory that no limit counts
+PYTHON, PACKAGES, SCRIPT = "/python", "/packages", "/container_init.py"  # inside
+DIRECTORIES = ("/dev", "/etc", "/usr", PYTHON, f"{PYTHON}/bin", PACKAGES)  # otherwise closed to all but their maker
+ISOLATION = [
+    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
+    *("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"),
+]
+# Process 1 has these capabilities until it gives them up: to open /proc, and where it is root, to become another user.
+OPEN_PROC = ("--cap-add", "CAP_DAC_READ_SEARCH")
+CHANGE_USER = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+USER_NAMESPACE = ("--unshare-user", "--disable-userns", "--uid", str(NOBODY), "--gid", str(NOBODY))
+# One thread for each library of linear algebra: containers run beside the trainer.
+ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONPATH": PACKAGES,
+    "LD_LIBRARY_PATH": f"{PYTHON}/lib",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 
 class Setup(NamedTuple):
@@ -71,9 +104,9 @@ class Started(NamedTuple):
 class ContainerError(Exception):
     """A container that did not start, died, or did not answer in time."""
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
-        super().__init__(message)
-        self.timed_out = timed_out
+
+class ContainerTimeout(ContainerError):
+    """A container that did not answer in time."""
 
 
 class Container:
@@ -110,7 +143,7 @@ class Container:
             output = self._receive(output_size, deadline).decode(errors="replace")
             error = self._receive(error_size, deadline).decode(errors="replace")
         except TimeoutError:
-            raise ContainerError(took_too_long(limits), timed_out=True) from None
+            raise ContainerTimeout(took_too_long(limits)) from None
         except OSError:
             raise ContainerError("the process of this sandbox was killed (by hand, or for lack of memory)") from None
         return CodeResult(output, error or None, bool(timed_out), bool(ended))
@@ -147,26 +180,23 @@ class BubblewrapSandbox:
 
     def run(self, session: int, code: str) -> CodeResult:
         with self._running:
-            return self._run(session, code)
-
-    def _run(self, session: int, code: str) -> CodeResult:
-        container = self._sessions.pop(session, None)  # until it has answered
-        try:
-            container = container or self._starter.take()
-        except ContainerError as error:
-            return CodeResult("", f"the sandbox could not be started: {error}")
-        kept = False
-        try:
-            result = container.run(code, self._limits)
-            kept = not result.lost
-            return result
-        except ContainerError as error:
-            return CodeResult("", str(error), error.timed_out, lost=True)
-        finally:  # also where the caller gives up: the next run must not receive the answer of this one
-            if kept:
-                self._sessions[session] = container
-            else:
-                container.kill()
+            container = self._sessions.pop(session, None)  # until it has answered
+            try:
+                container = container or self._starter.take()
+            except ContainerError as error:
+                return CodeResult("", f"the sandbox could not be started: {error}")
+            kept = False
+            try:
+                result = container.run(code, self._limits)
+                kept = not result.lost
+                return result
+            except ContainerError as error:
+                return CodeResult("", str(error), isinstance(error, ContainerTimeout), lost=True)
+            finally:  # also where the caller gives up: the next run must not receive the answer of this one
+                if kept:
+                    self._sessions[session] = container
+                else:
+                    container.kill()
 
     def end(self, session: int) -> None:
         if (container := self._sessions.pop(session, None)) is not None:
@@ -285,3 +315,87 @@ def _explain(failure: str) -> str:
     if not any(sign in failure for sign in NO_NAMESPACES):
         return failure
     return f"{failure} ({ROOT_WITHOUT_RIGHTS if os.geteuid() == 0 else ALLOW_NAMESPACES})"
+
+
+def container_command(limits: Limits, packages: Sequence[str]) -> list[str]:
+    """Returns the arguments of `bwrap`, to which the option `--seccomp` is to be added."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise TrimtabError('the sandbox "bubblewrap" needs a program that is not installed: apt install bubblewrap')
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.split()[-1:]
+    if not version or Version(version[0]) < Version(OLDEST):
+        installed = version[0] if version else "unknown"
+        raise TrimtabError(f"bubblewrap {installed} is older than {OLDEST}: apt install a newer bubblewrap")
+    distributions = [_distribution(name) for name in packages]
+    modules = [module for distribution in distributions for module in _modules(distribution)]
+    return [
+        *(program, *ISOLATION, *OPEN_PROC, *(CHANGE_USER if os.geteuid() == 0 else USER_NAMESPACE)),
+        *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
+        *(word for path in DIRECTORIES for word in ("--perms", "0755", "--dir", path)),
+        *_system(),
+        *_interpreter(),
+        *(word for path, name in _files(distributions) for word in ("--ro-bind", str(path), f"{PACKAGES}/{name}")),
+        *("--ro-bind", str(INIT), SCRIPT),
+        *("--perms", "0000", "--dir", HIDDEN, "--proc", f"{HIDDEN}/proc", "--remount-ro", f"{HIDDEN}/proc"),
+        *("--perms", "1777", "--size", str(limits.memory_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--remount-ro", "/"),
+        *("--", f"{PYTHON}/bin/python", "-s", "-S", "-B", "-P", "-X", "utf8", SCRIPT),
+        *(str(limits.timeout), str(limits.memory_mb), str(limits.max_output)),
+        *(code_filter(platform.machine()).hex(), *modules),
+    ]
+
+
+def _system() -> Iterator[str]:
+    for library in LIBRARIES:
+        if os.path.islink(library):
+            yield from ("--symlink", os.readlink(library), library)
+        elif os.path.isdir(library):
+            yield from ("--ro-bind", library, library)
+    yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
+    for device in DEVICES:
+        yield from ("--dev-bind", device, device)
+
+
+def _interpreter() -> Iterator[str]:
+    """This interpreter with its standard library, without the packages installed beside it."""
+    standard = Path(sysconfig.get_path("stdlib"))
+    library = standard.parent
+    yield from ("--ro-bind", os.path.realpath(sys.executable), f"{PYTHON}/bin/python")
+    yield from ("--ro-bind", str(library), f"{PYTHON}/{library.name}")
+    if (standard / "site-packages").is_dir():
+        hidden = f"{PYTHON}/{library.name}/{standard.name}/site-packages"
+        yield from ("--tmpfs", hidden, "--remount-ro", hidden)
+
+
+def _distribution(name: str) -> importlib.metadata.Distribution:
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise TrimtabError(f"the package {name!r} for the sandbox is not installed: pip install {name}") from None
+    if not _modules(distribution):
+        raise TrimtabError(f"the package {name!r} has no files (an editable install?): pip install {name}")
+    return distribution
+
+
+def _modules(distribution: importlib.metadata.Distribution) -> list[str]:
+    """Names of the packages a distribution installs; of its modules if it has no package."""
+    files = [file for file in distribution.files or () if file.parts[0] != ".."]
+    names = {file.parts[0] for file in files if len(file.parts) == 2 and file.name == "__init__.py"}
+    return sorted(names or {file.stem for file in files if len(file.parts) == 1 and file.suffix == ".py"})
+
+
+def _files(distributions: Sequence[importlib.metadata.Distribution]) -> list[tuple[Path, str]]:
+    """Paths of the distributions and of all that they require, each with its name in `site-packages`."""
+    waiting, seen = list(distributions), {distribution.name for distribution in distributions}
+    paths: dict[str, Path] = {}
+    while waiting:
+        distribution = waiting.pop()
+        for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            paths.setdefault(name, Path(str(distribution.locate_file(name))))
+        for line in distribution.requires or ():
+            requirement = Requirement(line)
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if wanted and requirement.name not in seen:
+                seen.add(requirement.name)
+                waiting.append(_distribution(requirement.name))
+    return sorted((path, name) for name, path in paths.items() if path.exists())

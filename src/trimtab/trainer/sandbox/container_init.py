@@ -27,6 +27,7 @@ import struct
 import sys
 import time
 import traceback
+from typing import NamedTuple
 
 LENGTH = struct.Struct("!I")
 HEADER = struct.Struct("!BBII")  # timed out, container ends, bytes of output, bytes of error
@@ -47,7 +48,16 @@ NOBODY = 65534  # user and group of everything that runs in the container
 HIDDEN = "/hidden"  # a directory without permissions, in which /proc is mounted
 
 
-def main(timeout: float, memory_mb: int, max_output: int, code_filter: bytes, modules: list[str]) -> None:
+class Limits(NamedTuple):
+    """Bounds of each run: seconds, megabytes, characters of output, and the filter of system calls for the code."""
+
+    timeout: float
+    memory_mb: int
+    max_output: int
+    code_filter: bytes
+
+
+def main(limits: Limits, modules: list[str]) -> None:
     host = socket.socket(fileno=os.dup(0))
     # The starter holds the other end of this pipe: when it is closed, or the starter has ended, so does the container.
     # A signal at the death of a parent would not do: bubblewrap may not send one to a process of another user.
@@ -62,7 +72,7 @@ def main(timeout: float, memory_mb: int, max_output: int, code_filter: bytes, mo
     for name in modules:
         importlib.import_module(name)
     gc.freeze()
-    supervisor = Supervisor(proc, starter, timeout, memory_mb, max_output, code_filter)
+    supervisor = Supervisor(proc, starter, limits)
     host.sendall(HEADER.pack(0, 0, 0, 0))  # ready
     while not supervisor.ended and (header := receive(host, starter, LENGTH.size)) is not None:
         if (code := receive(host, starter, *LENGTH.unpack(header))) is not None:
@@ -101,21 +111,8 @@ def receive(connection: socket.socket, starter: int, size: int) -> bytes | None:
 class Supervisor:
     """Runs code in a child, which cannot start processes, and ends it when it exceeds a limit."""
 
-    def __init__(
-        self,
-        proc: int,
-        starter: int,
-        timeout: float,
-        memory_mb: int,
-        max_output: int,
-        code_filter: bytes,
-    ) -> None:
-        self.proc = proc
-        self.starter = starter
-        self.timeout = timeout
-        self.memory_mb = memory_mb
-        self.max_output = max_output
-        self.code_filter = code_filter
+    def __init__(self, proc: int, starter: int, limits: Limits) -> None:
+        self.proc, self.starter, self.limits = proc, starter, limits
         self.child: Child | None = None
         self.ended = False
         fields = self.status("self")
@@ -124,7 +121,7 @@ class Supervisor:
     def run(self, code: bytes) -> tuple[bool, bytes, bytes]:
         """Returns whether it timed out, the output and the error. The child lives on, unless a limit ended the run."""
         if self.child is None:
-            self.child = Child(self.address_space + (self.memory_mb << 20), self.code_filter)
+            self.child = Child(self.address_space + (self.limits.memory_mb << 20), self.limits.code_filter)
         else:
             self.child.discard()
             os.kill(self.child.pid, signal.SIGCONT)
@@ -156,7 +153,8 @@ class Supervisor:
         if disk.f_files - disk.f_ffree > MAX_FILES:
             return b"made more than %d files" % MAX_FILES
         used = memory(fields) - self.memory + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        return b"used more than %d MB of memory" % self.memory_mb if used > self.memory_mb << 20 else b""
+        limit = self.limits.memory_mb
+        return b"used more than %d MB of memory" % limit if used > limit << 20 else b""
 
 
 def memory(fields: dict[bytes, bytes]) -> int:
@@ -168,17 +166,15 @@ class Run:
     """One run: passes the code to the child and collects what comes back, until it ends or exceeds a limit."""
 
     def __init__(self, supervisor: Supervisor, child: "Child", code: bytes) -> None:
-        self.supervisor = supervisor
-        self.child = child
+        self.supervisor, self.limits, self.child = supervisor, supervisor.limits, child
         self.sending = memoryview(LENGTH.pack(len(code)) + code)
-        self.output = bytearray()
-        self.report = bytearray()
+        self.output, self.report = bytearray(), bytearray()
         self.timed_out = False
 
     def watch(self) -> bytes:
         """Waits for the end of the run. Returns why it was ended; empty if the code ran to its end or raised."""
         now = time.monotonic()
-        deadline, check = now + self.supervisor.timeout, now + TICK
+        deadline, check = now + self.limits.timeout, now + TICK
         child, poll = self.child, select.poll()
         steps = {child.requests: self.send, child.output: self.read_output, child.reports: self.read_report}
         for descriptor in (*steps, child.descriptor, self.supervisor.starter):
@@ -193,12 +189,12 @@ class Run:
                     poll.unregister(descriptor)
             if self.finished():
                 return b""
-            if len(self.output) > self.supervisor.max_output * BYTES_PER_CHARACTER:
-                return b"printed more than %d characters" % self.supervisor.max_output
+            if len(self.output) > self.limits.max_output * BYTES_PER_CHARACTER:
+                return b"printed more than %d characters" % self.limits.max_output
             now = time.monotonic()
             if now > deadline:
                 self.timed_out = True
-                return b"took longer than %g s" % self.supervisor.timeout
+                return b"took longer than %g s" % self.limits.timeout
             if now > check:
                 check = now + TICK
                 if excess := self.supervisor.excess(child.pid):
@@ -234,15 +230,13 @@ class Run:
         """Returns how the child ended."""
         _, status = os.waitpid(self.child.pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code < 0:
-            return (
-                b"ended its process (signal %s)" % SIGNALS.get(-code, f"SIGRTMIN{-code - signal.SIGRTMIN:+}").encode()
-            )
-        return b"ended its process (exit code %d)" % code
+        if code >= 0:
+            return b"ended its process (exit code %d)" % code
+        return b"ended its process (signal %s)" % SIGNALS.get(-code, f"SIGRTMIN{-code - signal.SIGRTMIN:+}").encode()
 
     def drained(self) -> bytes:
         """Returns the output, with all that was written before the report."""
-        limit = self.supervisor.max_output * BYTES_PER_CHARACTER
+        limit = self.limits.max_output * BYTES_PER_CHARACTER
         while len(self.output) <= limit and self.read_output():
             if not select.select([self.child.output], [], [], 0)[0]:
                 break
@@ -367,10 +361,5 @@ def execute(code: str, variables: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    main(
-        float(sys.argv[1]),
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        bytes.fromhex(sys.argv[4]),
-        sys.argv[5:],
-    )
+    seconds, megabytes, characters, steps, *names = sys.argv[1:]
+    main(Limits(float(seconds), int(megabytes), int(characters), bytes.fromhex(steps)), names)

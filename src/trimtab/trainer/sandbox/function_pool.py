@@ -20,39 +20,42 @@ read the number.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
+import math
 import os
+import resource
+import secrets
 import selectors
 import signal
 import socket
+import struct
 import sys
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
-from trimtab.trainer.sandbox.function_worker import (
-    LONGEST,
-    Function,
-    Outcome,
-    Worker,
-    fork,
-    never_return,
-    random_number,
-    receive,
-    send,
-    wait,
-)
+import numpy as np
+
+from trimtab.errors import TrimtabError, error_text
+from trimtab.trainer.processes import signal_name
+from trimtab.types import MAX_REWARD
 
 MEMORY = 1 << 30  # bytes a worker may allocate beyond what it inherits
 SUPERVISOR_TIMEOUT = 30.0  # seconds the supervisor may take in addition to all timeouts
+LONGEST = 2e6  # seconds: the operating system counts the milliseconds of a wait in 32 bits
+LONGEST_ANSWER = 1 << 16  # bytes, with its header
+GRACE = 1.0  # seconds in which a process must end before it is killed
+HEADER = struct.Struct("!Q")
+OUT_OF_MEMORY = "ran out of the memory it may use"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A function call: index of the function, JSON keyword arguments, and the seconds it may take."""
 
     function: int
@@ -60,30 +63,49 @@ class Call:
     timeout: float
 
 
+class Outcome(NamedTuple):
+    """A finite value, or an error message."""
+
+    value: float | None = None
+    error: str | None = None
+
+
+def checked(value: Any) -> Outcome:
+    """Returns the outcome of a returned value: a usable reward, or the error that says what it is instead."""
+    if not isinstance(value, Real | np.bool_):
+        return Outcome(error=f"returned {type(value).__name__}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        return Outcome(error=f"returned {number}, not a finite number")
+    return Outcome(number) if abs(number) <= MAX_REWARD else Outcome(error=f"returned {number}, above {MAX_REWARD:g}")
+
+
+def describe(error: BaseException) -> str:
+    """Returns the type and the text of an exception in one line, short enough for a log."""
+    return f"raised {' '.join(error_text(error).split())[:250]}"
+
+
 class FunctionPool:
     """Calls `functions` in worker processes, which end with `close()` or garbage collection."""
 
-    def __init__(self, functions: Sequence[Function], *, workers: int | None = None, memory: int = MEMORY) -> None:
+    def __init__(
+        self, functions: Sequence[Callable[..., Any]], *, workers: int | None = None, memory: int = MEMORY
+    ) -> None:
         self._functions = list(functions)
         self._workers = workers or min(8, os.cpu_count() or 1)
         self._memory = memory
-        self._socket: socket.socket | None = None
-        self._stop: Callable[[], Any] = lambda: None
         self._start()
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Returns the outcome of every call, in order. Never raises for what a function does."""
-        requests = [{**vars(call), "arguments": json.dumps(call.arguments)} for call in calls]
-        answers = self._ask(requests) if requests else []
-        return [Outcome(answer.get("value"), answer.get("error")) for answer in answers]
-
-    def _ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not calls:
+            return []
         if self._socket is None:
             self._start()
         assert self._socket is not None
-        self._socket.settimeout(min(LONGEST, sum(request["timeout"] for request in requests) + SUPERVISOR_TIMEOUT))
-        number = random_number()
-        answer = None
+        self._socket.settimeout(min(LONGEST, sum(call.timeout for call in calls) + SUPERVISOR_TIMEOUT))
+        number, answer = secrets.token_hex(8), None
+        requests = [call._replace(arguments=json.dumps(call.arguments))._asdict() for call in calls]
         try:
             send(self._socket, {"number": number, "requests": requests})
             answer = receive(self._socket)
@@ -94,8 +116,8 @@ class FunctionPool:
             raise
         if answer is None or answer["number"] != number:
             self.close()
-            return [{"error": "was lost: the process that ran it died (a new one is started)"}] * len(requests)
-        return answer["answers"]
+            return [Outcome(error="was lost: the process that ran it died (a new one is started)")] * len(calls)
+        return [Outcome(*outcome) for outcome in answer["outcomes"]]
 
     def close(self) -> None:
         """End the supervisor and its workers."""
@@ -106,12 +128,14 @@ class FunctionPool:
         connection, remote = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = fork()
-        if pid == 0:
+
+        def supervise() -> None:
             connection.close()
-            never_return(lambda: _Supervisor(remote, self._functions, self._workers, self._memory).serve())
+            _Supervisor(remote, self._functions, self._workers, self._memory).serve()
+
+        pid = _fork(supervise)
         remote.close()
-        self._socket = connection
+        self._socket: socket.socket | None = connection
         self._stop = weakref.finalize(self, _end, connection, pid, os.getpid())
 
 
@@ -121,20 +145,20 @@ def _end(connection: socket.socket, pid: int, owner: int) -> None:
         return  # a forked copy of the owner must not end its parent's supervisor
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGTERM)
-        if wait(pid) is None:
-            os.kill(pid, signal.SIGKILL)  # its workers end with it, see `_bind_to`
+        if _wait(pid) is None:
+            os.kill(pid, signal.SIGKILL)  # its workers end with it, see `_work`
             os.waitpid(pid, 0)
 
 
 class _Supervisor:
     """Distributes calls to workers and enforces timeouts. Exits with its workers as soon as the trainer is gone."""
 
-    def __init__(self, trainer: socket.socket, functions: list[Function], count: int, memory: int) -> None:
+    def __init__(self, trainer: socket.socket, functions: list[Callable[..., Any]], count: int, memory: int) -> None:
         self.trainer = trainer
         self.functions = functions
         self.count = count
         self.memory = memory
-        self.workers: list[Worker] = []
+        self.workers: list[_Worker] = []
 
     def serve(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -144,57 +168,51 @@ class _Supervisor:
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
         while (batch := receive(self.trainer)) is not None:
-            send(self.trainer, {"number": batch["number"], "answers": self._run(batch["requests"])})
+            send(self.trainer, {"number": batch["number"], "outcomes": self._run(batch["requests"])})
         self._leave()
 
-    def _run(self, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _run(self, batch: list[dict[str, Any]]) -> list[Outcome]:
         waiting = deque(enumerate(batch))
-        answers: list[dict[str, Any]] = [{} for _ in batch]
-        done = 0
-        while done < len(batch):
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(batch):
             while waiting and (worker := self._idle()):
-                position, request = waiting.popleft()
-                worker.begin(position, request)
-            for position, answer in self._finished():
-                answers[position] = answer
-                done += 1
-        return answers
+                worker.begin(*waiting.popleft())
+            outcomes |= self._finished()
+        return [outcomes[position] for position in range(len(batch))]
 
-    def _idle(self) -> Worker | None:
+    def _idle(self) -> _Worker | None:
         for worker in [worker for worker in self.workers if worker.position is None]:
             if worker.is_silent():
                 return worker
             self._replace(worker)
         if len(self.workers) < self.count:
-            self.workers.append(Worker(self.functions, self.memory, [self.trainer, *(w.pipe for w in self.workers)]))
+            self.workers.append(_Worker(self.functions, self.memory, [self.trainer, *(w.pipe for w in self.workers)]))
             return self.workers[-1]
         return None
 
-    def _finished(self) -> list[tuple[int, dict[str, Any]]]:
-        busy = [worker for worker in self.workers if worker.position is not None]
-        timeout = min(LONGEST, max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
+    def _finished(self) -> dict[int, Outcome]:
+        """Waits for an answer or a deadline; returns outcomes by the positions of their calls."""
+        busy = {worker.position: worker for worker in self.workers if worker.position is not None}
+        timeout = min(LONGEST, max(0.0, min(worker.deadline for worker in busy.values()) - time.monotonic()))
         with selectors.DefaultSelector() as selector:
-            selector.register(self.trainer, selectors.EVENT_READ)
-            for worker in busy:
-                selector.register(worker.pipe, selectors.EVENT_READ)
+            for pipe in (self.trainer, *(worker.pipe for worker in busy.values())):
+                selector.register(pipe, selectors.EVENT_READ)
             ready = {key.fileobj for key, _ in selector.select(timeout)}
         if self.trainer in ready:
             self._leave()  # the trainer is silent during a batch: readable means it is gone
-        results = []
-        for worker in busy:
-            if worker.pipe in ready and (answer := worker.answer()) is not None:
-                results.append((worker.position, answer))
-            elif time.monotonic() >= worker.deadline:
-                results.append((worker.position, {"error": f"took longer than {worker.timeout:g} s"}))
-                worker.alive = False
-            else:
-                continue
-            worker.position = None
-        for worker in [worker for worker in self.workers if not worker.alive]:
-            self._replace(worker)
-        return results
+        outcomes = {}
+        for position, worker in busy.items():
+            outcome = worker.answer() if worker.pipe in ready else None
+            if outcome is None and time.monotonic() >= worker.deadline:
+                outcome, worker.alive = Outcome(error=f"took longer than {worker.timeout:g} s"), False
+            if outcome is not None:
+                outcomes[position] = outcome
+                worker.position = None
+            if not worker.alive:
+                self._replace(worker)
+        return outcomes
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: _Worker) -> None:
         """Ends a worker; `_idle` starts another one when a call waits."""
         self.workers.remove(worker)
         worker.kill()
@@ -203,3 +221,179 @@ class _Supervisor:
         for worker in self.workers:
             worker.kill()
         os._exit(0)
+
+
+class _Worker:
+    """The supervisor's handle of a forked process that answers one call at a time."""
+
+    def __init__(self, functions: list[Callable[..., Any]], memory: int, foreign: list[socket.socket]) -> None:
+        self.pipe, remote = socket.socketpair()
+        self.position: int | None = None
+        self.alive = True
+        parent = os.getpid()
+
+        def work() -> None:
+            for inherited in (self.pipe, *foreign):
+                inherited.close()
+            _work(remote, functions, memory, parent)
+
+        self.pid = _fork(work)
+        remote.close()
+
+    def is_silent(self) -> bool:
+        """Whether it lives and has sent nothing since its last answer."""
+        try:
+            self.pipe.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def begin(self, position: int, request: dict[str, Any]) -> None:
+        self.position, self.timeout = position, request.pop("timeout")
+        self.deadline = time.monotonic() + self.timeout
+        self.number = secrets.token_hex(8)
+        self.received = b""
+        self.pipe.settimeout(min(LONGEST, self.timeout))  # a stopped worker reads nothing
+        with contextlib.suppress(OSError):  # it has died or stopped: seen as the end of its pipe or at its deadline
+            send(self.pipe, {"number": self.number, **request})
+        self.pipe.setblocking(False)
+
+    def answer(self) -> Outcome | None:
+        """Returns the outcome, or the error in its place; None while bytes of it are missing."""
+        try:
+            arrived = self.pipe.recv(LONGEST_ANSWER)
+        except OSError:
+            arrived = b""
+        if not arrived:
+            self.alive = False
+            return Outcome(error=f"ended its process ({self._ending()})")
+        self.received += arrived
+        size = HEADER.size
+        if len(self.received) >= size:
+            size += HEADER.unpack_from(self.received)[0]
+        if len(self.received) < size <= LONGEST_ANSWER:
+            return None
+        outcome = _decode(self.received[HEADER.size :], self.number) if len(self.received) == size else None
+        self.alive = outcome is not None and outcome.error != OUT_OF_MEMORY
+        return outcome or Outcome(
+            error="wrote to the file descriptor that its worker answers through (the worker is replaced)"
+        )
+
+    def kill(self) -> None:
+        self.pipe.close()
+        for end in (os.killpg, os.kill):  # the group first, with all processes the function started
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                end(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def _ending(self) -> str:
+        status = _wait(self.pid)
+        if status is None:
+            return "closed the pipe it answers through"
+        code = os.waitstatus_to_exitcode(status)
+        return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
+
+
+def _decode(data: bytes, number: str) -> Outcome | None:
+    """Returns the outcome in an answer to the request of this number, None in anything that `_work` never sends."""
+    try:
+        answer = json.loads(data)
+        sent, value, error = answer["number"], answer["value"], answer["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    is_value = isinstance(value, float) and math.isfinite(value) and error is None
+    is_error = value is None and isinstance(error, str)
+    return Outcome(value, error) if sent == number and (is_value or is_error) else None
+
+
+def _work(pipe: socket.socket, functions: list[Callable[..., Any]], memory: int, parent: int) -> None:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":  # ends with the supervisor, even if that is killed
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+    _limit(memory)
+    while (request := receive(pipe)) is not None:
+        outcome = _outcome(functions[request["function"]], json.loads(request["arguments"]))
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
+        send(pipe, {"number": request["number"], **outcome._asdict()})
+
+
+def _limit(memory: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/statm") as statm:
+        inherited = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = inherited + memory if hard == resource.RLIM_INFINITY else min(hard, inherited + memory)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # if the machine runs out of memory, this process goes, not the trainer
+
+
+def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    try:
+        return checked(function(**arguments))
+    except MemoryError:
+        return Outcome(error=OUT_OF_MEMORY)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward fail its sample, nothing else
+        return Outcome(error=describe(error))
+
+
+def _wait(pid: int) -> int | None:
+    """Returns the exit status of a child, or None if it has not ended within `GRACE` seconds."""
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline:
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        if reaped:
+            return status
+        time.sleep(0.005)
+    return None
+
+
+def _fork(body: Callable[[], None]) -> int:
+    """Runs `body` in a forked child, which exits without the exit handlers of this process; returns its number."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns about threads of the parent; the module docstring says why this fork is safe.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise TrimtabError(f"cannot start a process for user functions: {error.strerror}") from None
+    if pid > 0:
+        return pid
+    try:
+        body()
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+def send(pipe: socket.socket, message: Any) -> None:
+    data = json.dumps(message).encode()
+    pipe.sendall(HEADER.pack(len(data)) + data)
+
+
+def receive(pipe: socket.socket) -> Any:
+    """Returns the next message, or None if the other end is closed."""
+    header = _receive_exactly(pipe, HEADER.size)
+    data = header and _receive_exactly(pipe, HEADER.unpack(header)[0])
+    return None if data is None else json.loads(data)
+
+
+def _receive_exactly(pipe: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = pipe.recv(min(size - len(data), 1 << 20))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)

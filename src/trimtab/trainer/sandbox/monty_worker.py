@@ -101,17 +101,15 @@ class _Output:
     """Collects what the code prints, up to a number of characters."""
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self._room = length
         self._parts: list[str] = []
-        self._collected = 0
         self.full = False
 
     def add(self, _stream: str, text: str) -> None:
-        room = self._length - self._collected
-        self._parts.append(text[:room])
-        self._collected += min(len(text), room)
-        if len(text) > room:
-            self.full = True
+        self._parts.append(text[: self._room])
+        self.full |= len(text) > self._room
+        self._room -= len(self._parts[-1])
+        if self.full:
             raise OverflowError  # stops the code
 
     def text(self) -> str:

@@ -14,13 +14,13 @@ from trimtab.types import Problem, Prompt, Task
 KINDS = Registry(
     "task",
     {
-        "arithmetic": "tasks.arithmetic:Arithmetic",
+        "arithmetic": "tasks.generated:Arithmetic",
         "file": "tasks.data_sets:File",
         "hf": "tasks.data_sets:HuggingFace",
         "mixture": "tasks.mixture:MixtureOptions",
-        "reasoning-gym": "tasks.reasoning_gym:ReasoningGym",
-        "sort": "tasks.laboratory_tasks:Sort",
-        "swap-sort": "tasks.laboratory_tasks:SwapSort",
+        "reasoning-gym": "tasks.generated:ReasoningGym",
+        "sort": "tasks.generated:Sort",
+        "swap-sort": "tasks.generated:SwapSort",
     },
     "'file' reads problems of your own",
 )

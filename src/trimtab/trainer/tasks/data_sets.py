@@ -8,18 +8,109 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+import random
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from trimtab.errors import TrimtabError, first_line
+from trimtab.errors import TrimtabError, TrimtabWarning, did_you_mean, first_line
 from trimtab.files import open_parquet, regular_file
-from trimtab.trainer.tasks.rows import Row, RowOptions, build_task, read_problems
-from trimtab.trainer.tasks.task import BuiltTask
-from trimtab.types import Problem
+from trimtab.trainer.tasks.answers import AnswerFormat, extract
+from trimtab.trainer.tasks.task import BuiltTask, Chat, StyleOptions, Template, build_template, limits, split_shots
+from trimtab.types import Problem, RewardSpec
+
+Row = tuple[int, Mapping[str, Any]]  # its number in the file, counted from 1, and its columns
+COLUMN = re.compile(r"\{([^{}]+)\}")  # a column in a question of several columns
+BOXED = Chat("{question}\n\nReason step by step and write the final answer in \\boxed{}.", answer="\\boxed{{answer}}")
+
+SchemaName = Literal["gsm8k", "mawps", "aime", "amc", "minerva"]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a known data set; `worked` are its worked examples."""
+
+    question: str = "question"
+    answer: str = "answer"
+    answer_format: AnswerFormat = "text"
+    id: str | None = None
+    worked: tuple[Problem, ...] = ()
+
+
+# MAWPS rows hold the bare result; a small model gets 3% of them that way and 20% when it may write the sum.
+_MAWPS = (
+    Problem("add", "Tom has 3 apples. He buys 4 more. How many apples does Tom have?", "3 + 4 = 7"),
+    Problem("subtract", "There are 9 birds on a fence. 5 birds fly away. How many birds are left?", "9 - 5 = 4"),
+    Problem("multiply", "Each box holds 6 pens. How many pens are in 3 boxes?", "3 * 6 = 18"),
+    Problem("divide", "Ann shares 12 sweets among 4 friends. How many sweets does each friend get?", "12 / 4 = 3"),
+)
+
+SCHEMAS: dict[SchemaName, Schema] = {
+    "gsm8k": Schema(answer_format="gsm8k"),
+    "mawps": Schema("input", "target", "number", worked=_MAWPS),
+    "aime": Schema("problem", "answer", "number", "id"),
+    "amc": Schema("problem", "answer", "number", "id"),
+    "minerva": Schema("problem", "solution", "boxed", "idx"),
+}
+
+
+class RowOptions(StyleOptions):
+    schema_: SchemaName | None = Field(None, alias="format", description="a known layout: sets the next four")
+    question: str | None = Field(
+        None,
+        description="column with the question, or text with {columns} as '{Body} {Question}' (default: question); "
+        "`a.0.b` is a column inside others",
+    )
+    answer: str | None = Field(None, description="column with the answer (default: answer)")
+    answer_format: AnswerFormat | None = Field(None, description="how the answer is written (default: text)")
+    answer_pattern: str | None = Field(
+        None, description="regular expression with one group: the part of the stored answer that is read"
+    )
+    id: str | None = Field(None, description="column with a unique id (default: the row number)")
+    extra: tuple[str, ...] = Field((), description="columns that rewards get as problem.extra")
+    holdout: float = Field(
+        0.1, ge=0, le=1, description="share of the questions kept for testing; 1: all, and none for worked examples"
+    )
+
+    drop_duplicates: bool = Field(
+        False,
+        description="leave out training rows whose question, apart from case and spaces, an earlier or a test row has",
+    )
+
+    @field_validator("question")
+    @classmethod
+    def _names_columns(cls, question: str | None) -> str | None:
+        if question is not None and not COLUMN.search(question) and set(question) & set("{}"):
+            raise ValueError("write a column's name between braces, as in '{Body} {Question}', or a name alone")
+        return question
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str | None) -> str | None:
+        if pattern is None:
+            return None
+        if not pattern.isprintable():
+            raise ValueError("a control character: between double quotes \\b is a backspace, use single quotes")
+        try:
+            groups = re.compile(pattern).groups
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        if groups != 1:
+            raise ValueError(f"write one group (...) around the answer, not {groups}; others are written (?:...)")
+        return pattern
+
+    @property
+    def columns(self) -> Schema:
+        """The named layout, changed by the columns that the user names."""
+        schema = Schema() if self.schema_ is None else SCHEMAS[self.schema_]
+        named = {key: getattr(self, key) for key in ("question", "answer", "answer_format", "id")}
+        return replace(schema, **{key: column for key, column in named.items() if column})
 
 
 class File(RowOptions):
@@ -124,3 +215,149 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 _READERS = {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+
+
+def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: str) -> list[Problem]:
+    """Returns every row as a problem. Raises `TrimtabError` naming file and row: nothing is skipped."""
+    columns = options.columns
+    problems: list[Problem] = []
+    seen: dict[str, int] = {}
+    for number, row in rows:
+        location = f"{where}, row {number}"
+        question = _question(row, columns.question, location)
+        stored = _column(row, columns.answer, "answer", location)
+        try:
+            answer = extract(stored, columns.answer_format, options.answer_pattern)
+        except ValueError as error:
+            raise TrimtabError(f"{location}, column {columns.answer!r}: {error}") from None
+        name = f"{prefix}-{number}" if columns.id is None else str(_column(row, columns.id, "id", location))
+        if name in seen:
+            raise TrimtabError(
+                f"{location}: id {name!r} is also that of row {seen[name]}; use another id column, or none"
+            )
+        seen[name] = number
+        extra = {
+            column: _checked(_column(row, column, "extra", location), column, location) for column in options.extra
+        }
+        problems.append(Problem(id=name, question=question, answer=answer, extra=extra))
+    if not problems:
+        raise TrimtabError(f"{where}: no rows; give a file with at least one problem")
+    return problems
+
+
+def build_task(
+    name: str, options: RowOptions, problems: Sequence[Problem], held_out: Sequence[Problem] | None, where: str
+) -> BuiltTask:
+    """Returns a task over these problems; `held_out` is the test split if it has another source."""
+    train, test = _split(problems, held_out, options, where)
+    given, notes = len(train), []
+    if options.drop_duplicates and len(train := _distinct(train, test)) < given:
+        notes.append(f"{where}: {len(train):,} of {given:,} training rows are kept, the others repeat a question")
+    worked = options.columns.worked
+    options, note = _choose_style(options, worked, train, where)
+    shots, train = split_shots(options, worked, train, where)
+    template = build_template(options, shots, BOXED)
+    stop, max_tokens = limits(options, template, shots, [problem.answer for problem in (*train, *test)], where)
+    return BuiltTask(
+        name=name,
+        train=train,
+        test=test,
+        template=template,
+        rewards=(_reward(options, template),),
+        stop=stop,
+        max_tokens=max_tokens,
+        notes=(*notes, *note),
+    )
+
+
+def _choose_style(
+    options: RowOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
+) -> tuple[RowOptions, tuple[str, ...]]:
+    """Returns the options and notes about them.
+
+    A few-shot prompt by default becomes a chat if there is no row for an example.
+    """
+    if train or options.model_fields_set & {"style", "template", "examples"}:
+        return options, ()
+    reason = f"{where}: every row is a test row and none is left for worked examples"
+    rows = "to show rows name a training file (path=TRAIN,test_path=TEST; of a data set, test_split)"
+    if worked:
+        return options, (f"{reason}: those of the format are shown; {rows}, for a chat set style=chat",)
+    return options.model_copy(update={"style": "chat"}), (f"{reason}: asked in a chat; {rows}, or set examples=0",)
+
+
+def _reward(options: RowOptions, template: Template) -> RewardSpec:
+    form = options.columns.answer_format
+    if isinstance(template, Chat) and template.answer == BOXED.answer:
+        return RewardSpec("math")
+    if form == "boxed":
+        return RewardSpec("math", options={"where": "whole"})
+    return RewardSpec("exact" if form == "text" else "numeric")
+
+
+def _question(row: Mapping[str, Any], source: str, location: str) -> str:
+    """Returns the text of the column `source`, or `source` with every `{column}` replaced in one pass."""
+    texts: dict[str, str] = {}
+    for name in COLUMN.findall(source) or [source]:
+        text = _column(row, name, "question", location)
+        if not isinstance(text, str) or not text.strip():
+            raise TrimtabError(f"{location}: column {name!r} has no question text; fill it in or remove the row")
+        texts[name] = text.strip()
+    return texts[source] if source in texts else COLUMN.sub(lambda match: texts[match[1]], source).strip()
+
+
+def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> Any:
+    """Returns the value of a column; `a.0.b` is `b` in the first entry of `a`, unless a column has that name."""
+    if column in row:
+        return row[column]
+    value, path = row, ""
+    for word in column.split("."):
+        if isinstance(value, list | tuple):
+            value = {str(position): entry for position, entry in enumerate(value)}
+        inside = value if isinstance(value, Mapping) else {}
+        if word not in inside:
+            known = [path + name for name in inside] or row
+            raise TrimtabError(
+                f'{location}: no column {column!r}{did_you_mean(column, known)}; set {option} = "<column>" to name it'
+            )
+        value, path = inside[word], f"{path}{word}."
+    return value
+
+
+def _checked(value: Any, column: str, location: str) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise TrimtabError(
+            f"{location}: column {column!r} holds a {type(value).__name__}; extra columns reach rewards as JSON: "
+            "store text, numbers, lists or objects"
+        ) from None
+    return value
+
+
+def _split(
+    problems: Sequence[Problem], held_out: Sequence[Problem] | None, options: RowOptions, where: str
+) -> tuple[list[Problem], list[Problem]]:
+    """Returns training and test problems: rows with the same question are in the same split."""
+    if held_out is None:
+        questions = list(dict.fromkeys(problem.question for problem in problems))
+        random.Random(f"split/{options.seed}").shuffle(questions)
+        tested = frozenset(questions[: round(options.holdout * len(questions))])
+        test = [problem for problem in problems if problem.question in tested]
+    else:
+        test, tested = list(held_out), frozenset(problem.question for problem in held_out)
+    train = [problem for problem in problems if problem.question not in tested]
+    if held_out is not None and (repeated := len(problems) - len(train)):
+        warnings.warn(
+            f"{where}: {repeated} training rows are also in the test split and are left out of training",
+            TrimtabWarning,
+            stacklevel=4,
+        )
+    return train, test
+
+
+def _distinct(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem]:
+    """Returns the first training row of each question that no test row has, apart from case and spaces."""
+    by_question = {" ".join(problem.question.casefold().split()): problem for problem in reversed([*test, *train])}
+    kept = {id(problem) for problem in by_question.values()}
+    return [problem for problem in train if id(problem) in kept]

@@ -1,16 +1,143 @@
-"""Base classes of tasks."""
+"""What tasks are made of: prompt templates (plain, few-shot or chat), options, and a task ready for use.
+
+A template is ordinary text with the words `{question}` and (few-shot) `{answer}`. Only these two are replaced, in one
+pass, so braces of LaTeX in a template or in a question mean nothing special.
+
+Of each template `prompt` returns the whole prompt, special tokens included, `target` the continuation that states an
+answer, without its ending, and `style` is a description for reports.
+"""
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, Literal, overload
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.tasks.templates import Chat, Template, beginning
+from trimtab.trainer import chat_template
 from trimtab.types import Problem, RewardSpec, Task
+
+FEW_SHOT = "Question: {question}\nAnswer: {answer}\n\n"
+CHAT_TOKENS = 512
+SPARE_TOKENS = 8  # room for a blank, a currency sign, a stop
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A template with the question only."""
+
+    text: str = "{question}"
+
+    def __post_init__(self) -> None:
+        _require_once(self.text, "question")
+
+    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+        return beginning(tokenizer) + fill(self.text, question=problem.question)
+
+    def target(self, answer: str) -> str:
+        return answer
+
+    style = "plain"
+
+
+@dataclass(frozen=True)
+class FewShot:
+    """Worked examples, then the same text for the question up to the answer.
+
+    Blanks before `{answer}` are not in the prompt: one that ends in a blank would split the token " 12".
+    """
+
+    examples: Sequence[Problem]
+    text: str = FEW_SHOT
+
+    def __post_init__(self) -> None:
+        _require_once(self.text, "question")
+        _require_once(self.text, "answer")
+        if self.text.index("{answer}") < self.text.index("{question}"):
+            raise TrimtabError(f"template {self.text!r}: put {{question}} before {{answer}}")
+
+    @property
+    def ending(self) -> str:
+        """The character that follows an answer, at which a response stops."""
+        after = self.text.partition("{answer}")[2]
+        if not after:
+            raise TrimtabError(f"template {self.text!r}: let a line break or another mark follow {{answer}}")
+        return after[0]
+
+    def prompt(self, problem: Problem, tokenizer: Any) -> str:
+        shots = "".join(fill(self.text, question=shot.question, answer=shot.answer) for shot in self.examples)
+        return beginning(tokenizer) + shots + fill(self._head.rstrip(" "), question=problem.question)
+
+    def target(self, answer: str) -> str:
+        return self._head[len(self._head.rstrip(" ")) :] + answer
+
+    @property
+    def style(self) -> str:
+        return f"few-shot, {len(self.examples)} examples"
+
+    @property
+    def _head(self) -> str:
+        return self.text.partition("{answer}")[0]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One user turn, and an optional system turn, in the tokenizer's chat template."""
+
+    text: str = "{question}"
+    system: str | None = None
+    answer: str = "{answer}"  # the form in which the text asks for the answer
+
+    def __post_init__(self) -> None:
+        _require_once(self.text, "question")
+        _require_once(self.answer, "answer")
+
+    def prompt(self, problem: Problem, tokenizer: Any, schemas: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Returns the whole prompt; `schemas` are JSON schemas of tools."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise TrimtabError(
+                f"style 'chat': the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
+                "use style 'plain', 'few-shot' (examples = 0 where there are none), or an instruction-tuned model"
+            )
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": fill(self.text, question=problem.question)})
+        tools = {"tools": list(schemas)} if schemas else {}
+        return chat_template.render(tokenizer, messages, add_generation_prompt=True, **tools)
+
+    def target(self, answer: str) -> str:
+        return fill(self.answer, answer=answer)
+
+    style = "chat"
+
+
+Template = Plain | FewShot | Chat
+
+
+def fill(template: str, **values: str) -> str:
+    """Returns `template` with `{name}` replaced for the given names only, in one pass (values are not searched)."""
+    names = "|".join(values)
+    return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
+
+
+def _require_once(template: str, name: str) -> None:
+    if template.count(f"{{{name}}}") != 1:
+        raise TrimtabError(f"template {template!r}: write {{{name}}} exactly once")
+
+
+def beginning(tokenizer: Any) -> str:
+    """Returns the token this tokenizer puts before every text (Llama's <s>), or "" (GPT-2, SmolLM2, Qwen).
+
+    Prompts are tokenized without special tokens because a chat template contains its own; plain text needs it.
+    """
+    bos = getattr(tokenizer, "bos_token", None)
+    if bos is None:
+        return ""
+    start = tokenizer("")["input_ids"]
+    return bos if start and start[0] == tokenizer.bos_token_id else ""
 
 
 class TaskOptions(BaseModel):
@@ -110,3 +237,82 @@ class Procedural(Sequence[Problem]):
         if not -self._size <= index < self._size:
             raise IndexError(index)
         return self._make(index % self._size)
+
+
+class StyleOptions(TaskOptions):
+    style: Literal["chat", "few-shot", "plain"] = Field("few-shot", description="how a question becomes a prompt")
+    template: str | None = Field(None, description="text with {question} and, few-shot, {answer}")
+    examples: int = Field(4, ge=0, le=64, description="worked examples, few-shot only; taken out of the training split")
+    system: str | None = Field(None, description="system turn, chat only")
+    stop: tuple[str, ...] | None = Field(None, description="strings that end a response; default: those of the style")
+    max_tokens: int | None = Field(None, ge=1, description="default: what the answers need; 512 for chat and plain")
+    seed: int = Field(0, description="draws the split and the worked examples")
+
+
+def split_shots(
+    options: StyleOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
+) -> tuple[list[Problem], list[Problem]]:
+    """Returns worked examples (`worked`, else drawn from the training split) and the remaining training problems."""
+    if options.style != "few-shot":
+        return [], list(train)
+    if worked:
+        if options.examples > len(worked):
+            raise TrimtabError(
+                f"{where}: examples = {options.examples}, but this format brings {len(worked)} worked examples; "
+                "lower it, or name the columns instead of the format to show rows"
+            )
+        return list(worked[: options.examples]), list(train)
+    if len(train) < options.examples:
+        raise TrimtabError(
+            f"{where}: {options.examples} worked examples are wanted but the training split has {len(train)} problems; "
+            "lower examples or holdout, use style = 'chat' or 'plain', or name a training file (or split) beside the "
+            "test file (or split)"
+        )
+    chosen = random.Random(f"examples/{options.seed}").sample(range(len(train)), options.examples)
+    kept = frozenset(chosen)
+    return [train[index] for index in chosen], [problem for index, problem in enumerate(train) if index not in kept]
+
+
+def build_template(options: StyleOptions, shots: Sequence[Problem], chat: Chat) -> Template:
+    """Returns the template of these options.
+
+    A chat asks as `chat` does; with a template from the user, the answer has the form `chat.answer` only if that
+    template asks for it.
+    """
+    if options.system is not None and options.style != "chat":
+        raise TrimtabError(f"system: only style = 'chat' has a system turn, not {options.style!r}")
+    if options.style == "few-shot":
+        return FewShot(shots, options.template or FEW_SHOT)
+    if options.style == "plain":
+        return Plain(options.template or "{question}")
+    text = options.template or chat.text
+    asks_for_form = chat.answer.partition("{answer}")[0] in text
+    return Chat(text, options.system or chat.system, chat.answer if asks_for_form else "{answer}")
+
+
+def limits(
+    options: StyleOptions, template: Template, shots: Sequence[Problem], answers: Sequence[str], where: str
+) -> tuple[tuple[str, ...], int]:
+    """Returns stop strings and the response limit in tokens.
+
+    Raises `TrimtabError` if an answer contains a stop string.
+
+    A few-shot response may be as long as the longest worked example followed by the longest answer, with one token
+    for each character.
+    """
+    stop = options.stop
+    if stop is None:
+        stop = (template.ending,) if isinstance(template, FewShot) else ()
+    shown = [shot.answer for shot in shots]
+    for answer in (*shown, *answers):
+        if clash := next((mark for mark in stop if mark and mark in answer), None):
+            raise TrimtabError(
+                f"{where}: the answer {answer[:40]!r} contains the stop string {clash!r}; say with format, "
+                "answer_format or answer_pattern which part of it counts, use style = 'chat', or end the template's "
+                "answers otherwise"
+            )
+    if options.max_tokens is not None:
+        return stop, options.max_tokens
+    if isinstance(template, FewShot):
+        return stop, sum(max(map(len, texts), default=0) for texts in (shown, answers)) + SPARE_TOKENS
+    return stop, CHAT_TOKENS

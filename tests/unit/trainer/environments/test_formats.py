@@ -15,8 +15,7 @@ from trimtab.trainer import environments
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.formats import Call, Fence, Tag, ToolError, build_format
 from trimtab.trainer.environments.formats import Chat as ChatFormat
-from trimtab.trainer.tasks.task import BuiltTask
-from trimtab.trainer.tasks.templates import Chat, Plain
+from trimtab.trainer.tasks.task import BuiltTask, Chat, Plain
 from trimtab.types import Problem
 
 

@@ -12,7 +12,7 @@ from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments import build
 from trimtab.trainer.environments.formats import Call
 from trimtab.trainer.environments.swap_environment import SwapEnvironment, SwapFormat
-from trimtab.trainer.tasks.laboratory_tasks import fewest_swaps, transcript
+from trimtab.trainer.tasks.generated import fewest_swaps, transcript
 
 ROWS = st.integers(3, 6).flatmap(lambda n: st.permutations("0123456789").map(lambda row: "".join(row[:n])))
 

@@ -12,8 +12,7 @@ from tests.support.trajectories import multi_turn
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.rewards import Response
-from trimtab.trainer.rewards.builtin import numbers
-from trimtab.trainer.rewards.math_equal import readable
+from trimtab.trainer.rewards.builtin import numbers, readable
 from trimtab.types import Problem, RewardSpec
 
 SUM = tasks.build("arithmetic")

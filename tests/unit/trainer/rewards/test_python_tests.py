@@ -10,8 +10,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards
 from trimtab.trainer.rewards import Response, Scorer
 from trimtab.trainer.sandbox.python_pool import sandbox_unavailable
-from trimtab.trainer.tasks.task import BuiltTask
-from trimtab.trainer.tasks.templates import Plain
+from trimtab.trainer.tasks.task import BuiltTask, Plain
 from trimtab.types import Problem, RewardSpec
 
 if missing := sandbox_unavailable("monty"):

@@ -24,8 +24,7 @@ from trimtab.trainer.models.load import load
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses, encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.responses import RolloutStats
-from trimtab.trainer.tasks.task import BuiltTask
-from trimtab.trainer.tasks.templates import Plain
+from trimtab.trainer.tasks.task import BuiltTask, Plain
 from trimtab.types import Problem, Prompt, RewardSpec, SamplingParams
 
 PIECES = ["?", "<eos>", "\n", "a", "b", "c", "ab"]

@@ -15,8 +15,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
-from trimtab.trainer.tasks.task import BuiltTask
-from trimtab.trainer.tasks.templates import Plain
+from trimtab.trainer.tasks.task import BuiltTask, Plain
 from trimtab.types import Problem, RewardSpec, SamplingParams
 
 _, TOKENIZER = build(0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.rewards import Response
-from trimtab.trainer.tasks.laboratory_tasks import insertions
+from trimtab.trainer.tasks.generated import insertions
 from trimtab.types import Problem
 
 

@@ -14,7 +14,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer import chat_template
 from trimtab.trainer.environments.formats import Chat as ChatFormat
 from trimtab.trainer.tasks.answers import extract
-from trimtab.trainer.tasks.templates import Chat, FewShot, Plain, beginning, fill
+from trimtab.trainer.tasks.task import Chat, FewShot, Plain, beginning, fill
 from trimtab.types import Problem
 
 SHOTS = [Problem("1", "one {answer}?", "1"), Problem("2", "two?", "2")]

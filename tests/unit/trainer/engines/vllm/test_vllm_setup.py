@@ -11,7 +11,7 @@ from tests.support.engines import EOS, SIZE
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import EngineConfig, load_config
-from trimtab.trainer.config.engine_sections import VllmConfig
+from trimtab.trainer.config.sections import VllmConfig
 from trimtab.trainer.engines.decoding_rows import DecodingRow
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
