@@ -59,6 +59,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise Interrupted(stop) from None
+        except BrokenPipeError:  # who read the output has enough, as `head`: not a failed check, which is 1
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for what is flushed at exit
+            raise typer.Exit(128 + signal.SIGPIPE) from None
 
 
 app = typer.Typer(

@@ -103,25 +103,6 @@ def test_another_clamp_of_the_exponent_is_a_note(bound: float, reach: int) -> No
     assert_loss(own_clamp, "grpo")
 
 
-def test_a_product_for_the_geometric_mean_is_not_called_a_live_weight() -> None:
-    def product(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, num_sequences: int) -> Tensor:
-        ratio = torch.where(mask, logps - old_logps, 0.0).sum(1, keepdim=True).exp()
-        loss = -torch.min(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
-        return (torch.where(mask, loss, 0.0).sum(1) / mask.sum(1)).sum() / num_sequences
-
-    kinds = [one.kind for one in check(of_function(product), trimtab.objective("gspo")).differences]
-    assert kinds[0] == "level"
-
-
-def test_what_only_the_whole_update_knows() -> None:
-    def of_micro_batch(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
-        return grpo(logps, old_logps, mask, advantages, len(mask))
-
-    [(kind, text)] = found(of_micro_batch)
-    assert kind == "micro-batches"
-    assert "1.67 to 2.5 times" in text  # of five responses, two and three
-
-
 def test_padding() -> None:
     def product(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor, num_sequences: int) -> Tensor:
         ratio = (logps - old_logps).clamp(-20, 20).exp()
@@ -151,6 +132,11 @@ OF_WIDTH = "length = torch.full_like(mask[:, :1], mask.shape[1], dtype=torch.lon
 AVERAGED = "weight = (weight * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)\n    losses ="
 OF_RATIOS = "torch.where(mask, log_rho.exp(), zero).sum(1, keepdim=True) / length"
 GEOMETRIC = "(log_rho.sum(1, keepdim=True) / length).clamp(-20, 20).exp()"
+MEAN, OF_TOKENS = (
+    "geometric_log_ratio + (token_log_ratio - token_log_ratio.detach())",
+    "token_log_ratio.sum(1, keepdim=True)",
+)
+RESPONSES = "max(len(mask), 1) if responses is None else responses"
 PRODUCT = "-torch.minimum(weight * ratio * advantage, (weight * ratio).clamp(0.8, 1.2) * advantage)"
 LIVE = "log_rho = proximal - behavior + current - current.detach()"
 
@@ -195,6 +181,10 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         ("seq-mis", "log_rho.sum(1, keepdim=True)", "log_rho", "level", "ratio of the token, not of the product over"),
         ("opsm", "(losses / length).sum()", KEPT_IN_ROW, "denominator", "where advantages differ within a response"),
         ("dppo", "tokens = mask.sum()", "tokens = keep.sum()", "default", "that the mask rejects are not counted"),
+        ("gspo", MEAN, OF_TOKENS, "level", "the ratio is the product over the response, not the mean"),
+        # Of five responses, two and three.
+        ("grpo", RESPONSES, "len(mask)", "micro-batches", "1.67 to 2.5 times"),
+        ("grpo", RESPONSES, "(advantage[:, 0] != 0).sum()", "denominator", "responses with A = 0 are not counted"),
         ("dppo", "losses = torch.where(keep, -", "losses = torch.where(mask, -", "clip", "π/μ of a"),
     ],
 )
@@ -238,10 +228,3 @@ def test_bends_behind_bends_and_the_exponents_between() -> None:
     assert [bend.kind for bend in bends] == ["constant", "constant", "zero"]
     assert [bend.x for bend in bends] == pytest.approx([0.4054651, 0.5, 1.0], abs=1e-6)
     assert find_bends(torch.exp, -points) == ()
-
-
-def test_responses_without_advantage_that_are_not_counted_are_the_difference() -> None:
-    def uncounted(logps: Tensor, old_logps: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
-        return grpo(logps, old_logps, mask, advantages, int((advantages.reshape(len(mask), -1)[:, 0] != 0).sum()))
-
-    assert [("A = 0" in text, kind) for kind, text in found(uncounted)][:1] == [(True, "denominator")]

@@ -185,6 +185,7 @@ def test_every_shipped_recipe_can_be_explained(name: str, printed: Printed) -> N
     [
         (TrimtabError("first\n  second"), 2, "trimtab: first second\n"),
         (KeyboardInterrupt(), 130, "\ntrimtab: interrupted\n"),
+        (BrokenPipeError(), 141, ""),
     ],
 )
 def test_a_mistake_and_control_c_are_one_line_and_a_bug_keeps_its_traceback(
