@@ -130,8 +130,8 @@ def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str
     Below the loss of ALP stands the function that adds the noise.
     """
     from trimtab.adapters.config_lines import lines_for
-    from trimtab.objectives.code import perturb
     from trimtab.objectives.lookup import from_section
+    from trimtab.objectives.policies import perturb
     from trimtab.trainer.config import REQUIRED_SECTIONS
 
     if trainer is not None and command:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.code_lines import Lines, clamped, number
+from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios, ratio_excess
 
 DIVERGENCES = ("k1", "k2", "k3", "tv", "binary_tv", "binary_kl")
@@ -76,15 +76,15 @@ def code(kind: str, policy: str, log_ratio: str, lines: Lines) -> str:
     expression = {
         "k1": f"-{log_ratio}",
         "k2": f"0.5 * {log_ratio}.square()",
-        "k3": f"{excess} - {log_ratio}.clamp(max={number(LOG_RATIO_BOUND)})",
+        "k3": f"{excess} - {log_ratio}.clamp(max={LOG_RATIO_BOUND})",
         "tv": f"{excess}.abs()",
         "binary_tv": f"({policy}.exp() - behavior.exp()).abs()",
     }.get(kind)
-    if expression is None:
-        gap = f"{log_ratio}.sign() * torch.maximum({policy}, behavior).exp() * torch.expm1(-{log_ratio}.abs())"
-        gap = lines.define("gap", f"{gap}  # mu - pi, without cancellation")
-        rest = f"(-torch.expm1(behavior)).clamp(min={number(_REST_FLOOR)})"
-        rest = lines.define("rest", f"{rest}  # mu of all other tokens")
-        change = lines.define("change", f"({gap} / {rest}).clamp(min=-1 + torch.finfo({gap}.dtype).eps)")
-        expression = f"(-behavior.exp() * {log_ratio} - {rest} * torch.log1p({change})).clamp(min=0)"
+    expression = expression or lines.write(f"""
+        rise = torch.maximum({policy}, behavior).exp() * torch.expm1(-{log_ratio}.abs())
+        gap = {log_ratio}.sign() * rise  # mu - pi, without cancellation
+        rest = (-torch.expm1(behavior)).clamp(min={_REST_FLOOR})  # mu of all other tokens
+        change = (gap / rest).clamp(min=-1 + torch.finfo(gap.dtype).eps)
+        (-behavior.exp() * {log_ratio} - rest * torch.log1p(change)).clamp(min=0)
+        """)
     return lines.define(kind, expression)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trimtab.corrections import divergences
 from trimtab.corrections.arguments import check_bounds, check_option, check_range
-from trimtab.corrections.code_lines import Lines, number
+from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import (
     LEVELS,
     OVER,
@@ -165,7 +165,7 @@ class Band(Mask):
 
     def code(self, lines: Lines) -> str:
         ratio = lines.ratio_of(self.over, self.level)
-        return f"({ratio} >= {number(self.min)}) & ({ratio} <= {number(self.max)})"
+        return f"({ratio} >= {self.min}) & ({ratio} <= {self.max})"
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ class Divergence(Mask):
 
     def code(self, lines: Lines) -> str:
         log = lines.log_of(self.over)
-        reduced = {"mean": ".sum(1, keepdim=True) / length", "max": ".amax(1, keepdim=True)"}
-        reduced |= {"sum": ".sum(1, keepdim=True)", "token": ""}
-        near = f"({divergences.code(self.kind, self.over, log, lines)}{reduced[self.reduce]} <= {number(self.max)})"
+        mean, total = ".sum(1, keepdim=True) / length", ".sum(1, keepdim=True)"
+        reduced = {"token": "", "mean": mean, "max": ".amax(1, keepdim=True)", "sum": total}[self.reduce]
+        near = f"({divergences.code(self.kind, self.over, log, lines)}{reduced} <= {self.max})"
         return f"({near} | (advantage * {log} <= 0))" if self.outward else near
 
 
@@ -271,7 +271,7 @@ class Veto(Mask):
     def code(self, lines: Lines) -> str:
         log = self.over if self.of == "probability" else lines.log_of(self.over)
         least = lines.define("least", f"{log}.amin(1, keepdim=True)  # at least log {self.min:g}")
-        return f"({least} >= {number(math.log(self.min))})"
+        return f"({least} >= {math.log(self.min)})"
 
 
 _REJECTED = {"negative": (torch.lt, "<"), "positive": (torch.gt, ">"), "both": (torch.ne, "≠")}
@@ -315,8 +315,7 @@ class OPSM(Mask):
 
     def code(self, lines: Lines) -> str:
         lag = lines.define("lag", f"-{lines.at_level(lines.log_of('current'), 'geometric')}  # mean of log mu - log pi")
-        sign = {"negative": "<", "positive": ">", "both": "!="}[self.sign]
-        return f"~((advantage {sign} 0) & ({lag} > {number(self.delta)}))"
+        return f"~((advantage {_REJECTED[self.sign][1].replace('≠', '!=')} 0) & ({lag} > {self.delta}))"
 
 
 @dataclass(frozen=True)
@@ -385,19 +384,20 @@ class PrefixBudget(Mask):
         )
 
     def code(self, lines: Lines) -> str:
-        log, limit = lines.log_of("current"), number(self.max)
+        log = lines.log_of("current")
         gap = divergences.code("binary_tv", "current", log, lines)
-        fall = f"{number(1 - self.weight_min)} * (position - 1).to(current.dtype) / (length - 1).clamp(min=1)"
-        early = lines.define("u", f"torch.where(mask, 1 - {fall}, 0.0)  # early tokens count for more")
-        ordered = lines.define("ordered", f"torch.where(mask, {gap}, torch.inf).sort(1).values")
-        place = lines.define("place", f"{number(self.quantile)} * (length - 1).to(current.dtype)  # of the quantile")
-        around = ", ".join(f"{ordered}.gather(1, {place}.{end}().long())" for end in ("floor", "ceil"))
-        quantile = lines.define("quantile", f"torch.lerp({around}, {place}.frac())")
-        rate = lines.define("rate", f"{quantile}.clamp({number(self.budget)}, {number(2 * self.budget)})")
-        spent = lines.define("spent", f"{early} * {gap}")
-        before = f"{rate} * ({early}.cumsum(1) - {early}) - ({spent}.cumsum(1) - {spent})"
-        left = lines.define("left", f"({limit} + {before}).clamp(max={limit})")
-        return f"(({spent} <= {left}) | (advantage * {log} <= 0))"
+        return lines.write(f"""
+            fall = {1 - self.weight_min} * (position - 1).to(current.dtype) / (length - 1).clamp(min=1)
+            u = torch.where(mask, 1 - fall, 0.0)  # early tokens count for more
+            ordered = torch.where(mask, {gap}, inf).sort(1).values
+            place = {self.quantile} * (length - 1).to(current.dtype)  # of the quantile
+            below = ordered.gather(1, place.floor().long())
+            above = ordered.gather(1, place.ceil().long())
+            rate = torch.lerp(below, above, place.frac()).clamp({self.budget}, {2 * self.budget})
+            spent = u * {gap}
+            left = {self.max} + rate * (u.cumsum(1) - u) - (spent.cumsum(1) - spent)
+            ((spent <= left.clamp(max={self.max})) | (advantage * {log} <= 0))
+            """)
 
 
 def _sorted_values(

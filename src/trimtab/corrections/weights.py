@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_bounds, check_option
-from trimtab.corrections.code_lines import Lines, number
+from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import LEVELS, OVER, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
 from trimtab.corrections.statistics import Histogram, Mergeable
 from trimtab.errors import TrimtabError
@@ -105,22 +105,19 @@ class Weight:
 
     def code(self, lines: Lines) -> str:
         """Returns the bounded weight, not normalized, as PyTorch code."""
-        rho, low, high = lines.ratio_of(self.over, self.level), number(self.low), number(self.high)
-        constant = ".detach()" if self.over == "current" else ""
-        if self.bound == "mask":
-            inside = f"({rho} >= {low}) & ({rho} <= {high})" if self.low > 0 else f"{rho} <= {high}"
-            return f"torch.where({inside}, {rho}, 0.0){constant}"
-        return f"{rho}.clamp({low}, {high}){constant}" if self.low > 0 else f"{rho}.clamp(max={high}){constant}"
-
-    def mean_code(self, lines: Lines) -> str:
-        """Returns the mean that `normalize` divides by as PyTorch code, of a whole update."""
-        weight = lines.define("weight", self.code(lines))
-        if self.level in TURN_LEVELS:
-            length = lines.turn_length()
-            lines.define("mean", f"({weight} / {length})[mask].sum() / (1 / {length})[mask].sum()")
-        else:
-            lines.define("mean", f"{weight}[{'mask' if self.level in PER_TOKEN_LEVELS else 'mask.any(1)'}].mean()")
-        return f"torch.where(mean > {number(MEAN_FLOOR)}, mean, 1.0)"
+        rho = lines.ratio_of(self.over, self.level)
+        if self.normalize:
+            lines.of_update["mean_weight"] = "the mean weight"
+            trained = "mask" if self.level in PER_TOKEN_LEVELS else "mask.any(1)"
+            mean = f"weight[{trained}].mean()"
+            if self.level in TURN_LEVELS:
+                mean = "(weight / turn_length)[mask].sum() / (1 / turn_length)[mask].sum()"
+            mean = lines.define("mean", mean)
+            lines.define("mean_weight", f"torch.where({mean} > {MEAN_FLOOR}, {mean}, 1.0)")
+        inside = f"({rho} >= {self.low}) & ({rho} <= {self.high})" if self.low > 0 else f"{rho} <= {self.high}"
+        bounds = f"{self.low}, {self.high}" if self.low > 0 else f"max={self.high}"
+        bounded = f"torch.where({inside}, {rho}, 0.0)" if self.bound == "mask" else f"{rho}.clamp({bounds})"
+        return f"{bounded}.detach()" if self.over == "current" else bounded
 
     def definition(self) -> str:
         """Returns the definitions of the symbols in `equation`."""

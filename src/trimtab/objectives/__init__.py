@@ -4,9 +4,8 @@ objective     the loss of a batch, from its parts, and its equation
 presets       the named objectives; lookup builds one by its name; keywords: what changes one; calibrate: its bounds
 surrogates    the per-token terms, with ratio_bounds and smooth_surrogates
 regularizers  the KL term and score centering; aggregation: the denominators
-policies      the log-probs that an objective reads; state: what is summed over an update
+policies      the log-probs that an objective reads, and the noise of ALP; state: what is summed over an update
 advantages    advantages from rewards
-code          the loss as a function in plain PyTorch, and the noise of ALP
 correct       weights, masks and mismatch as functions, for any loss
 
 To register a new mask or surrogate: export its class here, a mask from `corrections` too; give it a `kind` in `MASKS`

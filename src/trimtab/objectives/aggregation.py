@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_option
+from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
 from trimtab.objectives.state import State
@@ -80,20 +81,24 @@ class Aggregation:
         rejected = "counted" if self.denominator == "original" else "not counted"
         return f"{text}; what is rejected is {rejected}" if rejects else text
 
-    def code(self, values: str, count: str, keep: str = "mask") -> tuple[str, str]:
-        """Returns the aggregated values, and the count of a whole update that they are divided by, as PyTorch code.
-
-        keep: the tokens that count, by name, as `values` and `count` are.
-        """
-        rows = "max(len(mask), 1)" if keep == "mask" else f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)"
-        length = "length" if keep == "mask" else f"{keep}.sum(1, keepdim=True).clamp(min=1)"
-        return {
-            "token-mean": (f"{values}.sum() / {count}", f"{keep}.sum().clamp(min=1)"),
-            "seq-mean-token-mean": (f"({values} / {length}).sum() / {count}", rows),
-            "seq-mean-token-sum": (f"{values}.sum() / {count}", rows),
-            "constant": (f"{values}.sum() / ({count} * {self.length_max})", rows),
-            "trained-mean-token-sum": (f"{values}.sum() / {count}", f"{keep}.any(1).sum().clamp(min=1)"),
-        }[self.kind]
+    def code(self, lines: Lines, losses: str, keep: str) -> str:
+        """Returns the aggregated losses as PyTorch code. losses: a name. keep: that of tokens that are not rejected."""
+        kept = self.denominator == "kept" and losses == "losses"
+        keep = keep if kept else "mask"
+        length = f"{keep}.sum(1, keepdim=True).clamp(min=1)" if kept else "length"
+        rows = f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)" if kept else "max(len(mask), 1)"
+        count, words, value = {
+            "token-mean": ("tokens", "trained tokens", f"{keep}.sum().clamp(min=1)"),
+            "trained-mean-token-sum": (
+                "responses",
+                "responses with a trained token",
+                f"{keep}.any(1).sum().clamp(min=1)",
+            ),
+        }.get(self.kind, ("responses", "responses", rows))
+        count, words = ("kept", "the denominator without what is rejected") if kept else (count, words)
+        lines.values[count], lines.of_update[count] = value, words
+        total = f"({losses} / {length}).sum()" if self.kind == "seq-mean-token-mean" else f"{losses}.sum()"
+        return f"{total} / ({count} * {self.length_max})" if self.kind == "constant" else f"{total} / {count}"
 
 
 def _positive(count: Tensor) -> Tensor:

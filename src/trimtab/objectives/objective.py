@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_advantage, check_option, check_range
+from trimtab.corrections.code_lines import Lines, write
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
 from trimtab.corrections.masks import READABLE, Mask
@@ -30,7 +31,6 @@ from trimtab.corrections.reduce import Sequences, nan_below_minimum, select, wid
 from trimtab.corrections.statistics import Count, Histogram, Mean, Mergeable
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
-from trimtab.objectives import code
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import PolicyLogps, Ratio
@@ -236,10 +236,48 @@ class Objective:
     def code(self, command: str = "") -> str:
         """Returns the loss as Python: one function that imports torch alone, and one for what needs the whole update.
 
-        command: what prints it, for the comment at its head. Raises `TrimtabError` naming a class of one of its parts
-        that has no `code`.
+        command: what prints it, for the comment at its head. Raises `TrimtabError` for a part whose class has no `code`
+        of its own: it may compute something else than the class that it inherits from.
         """
-        return code.write(self, command or f'trimtab.objective("{self.name}", ...).code()')
+        for part in filter(None, (self.surrogate, *self.masks, self.aggregation, self.weight, self.kl)):
+            if "code" not in vars(type(part)):
+                raise TrimtabError(
+                    f"objective {self.name!r}: {type(part).__name__} has no code to print: define its code(lines) "
+                    "beside equation (docs/reference-objectives.md)"
+                )
+        lines = Lines(self.ratio.level, self.ratio.over)
+        loss = self._loss_code(lines)
+        command = command or f'trimtab.objective("{self.name}", ...).code()'
+        source = self.source or "an objective of own parts"
+        titles = (f"{self.name}: {source}", f"Printed by Trimtab (Apache-2.0): {command}")
+        equation = [row.strip() for row in self.equation().splitlines() if not row.startswith("  A: ")]
+        return write(lines, loss, self.name, titles, equation, f"{ADVANTAGE_KINDS[self.advantage]} ({self.advantage})")
+
+    def _loss_code(self, lines: Lines) -> str:
+        """Adds what all parts add, and returns the loss as an expression."""
+        values, weight, policy = lines.values, self.weight, "-surrogate"
+        if weight is not None:
+            values["weight"] = weight.code(lines)
+            policy = "-weight / mean_weight * surrogate" if weight.normalize else "-weight * surrogate"
+        values["surrogate"] = self.surrogate.code(lines)
+        conditions, keep = [rule.code(lines) for rule in self.masks], "mask"
+        if self._counts_kept and weight is not None and weight.rejects:
+            conditions.append("(weight > 0)")
+        if conditions:
+            keep, values["keep"] = "keep", "mask & " + "\nkeep = keep & ".join(conditions)
+        terms = [f"torch.where({keep}, {policy}, 0.0)"]
+        if self.kl.coef > 0:
+            terms.append(f"{self.kl.coef} * {self.kl.code(lines)}")
+        if self.center is not None:
+            terms.append(f"advantage * {self.center.code(lines)}")
+        if self.entropy_coef > 0:
+            terms.append(f"{-self.entropy_coef} * entropy")
+        groups = {"losses": terms}
+        if self._counts_kept:
+            groups = {"losses": terms[:1], "regularizers": terms[1:]}
+        values |= {name: " + ".join(terms).replace("+ -", "- ") for name, terms in groups.items()}
+        sums = [self.aggregation.code(lines, name, keep) for name in groups if values[name]]
+        return " + ".join(sums)
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
         """Applies the weight and these masks."""

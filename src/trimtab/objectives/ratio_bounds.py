@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_option, check_range
-from trimtab.corrections.code_lines import Lines, exponential, number
+from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import PREFIX_LEVELS, Number, bounded
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.policies import Ratio
@@ -57,15 +57,15 @@ class GrowingClip(Surrogate):
         return clipped if self.dual is None else f"max[A<0]({clipped}, e^({self.dual:g} n^p) A)"
 
     def code(self, lines: Lines) -> str:
-        bound = number(LOG_PREFIX_BOUND)
-        scale = lines.define("scale", f"position.to(current.dtype) ** {number(self.power)}")
-        log = lines.define("log_bounded", f"log_ratio.clamp(max={bound})")
-        above = f"torch.maximum({log}, {number(-self.low)} * {scale})"
-        clip = lines.define("log_clipped", f"torch.minimum({above}, {number(self.high)} * {scale})")
-        clipped = f"torch.minimum({exponential(log)} * advantage, {exponential(clip)} * advantage)"
+        clipped = lines.write(f"""
+            scale = position.to(current.dtype) ** {self.power}
+            log_bounded = log_ratio.clamp(max={LOG_PREFIX_BOUND})
+            log_clipped = torch.minimum(torch.maximum(log_bounded, {-self.low} * scale), {self.high} * scale)
+            torch.minimum({clamped("log_bounded")}.exp() * advantage, {clamped("log_clipped")}.exp() * advantage)
+            """)
         if self.dual is None:
             return clipped
-        dual = lines.define("dual", f"({number(self.dual)} * {scale}).clamp(max={bound}).exp()")
+        dual = lines.define("dual", f"({self.dual} * scale).clamp(max={LOG_PREFIX_BOUND}).exp()")
         return dual_code(lines, clipped, dual)
 
     def notes(self) -> tuple[str, ...]:
@@ -102,8 +102,7 @@ class Banded(Surrogate):
         return f"1[{1 - self.low:g} ≤ {ratio} ≤ {1 + self.high:g}]·{ratio} A"
 
     def code(self, lines: Lines) -> str:
-        inside = f"(ratio >= {number(1 - self.low)}) & (ratio <= {number(1 + self.high)})"
-        return f"torch.where({inside}, ratio * advantage, 0.0)"
+        return f"torch.where((ratio >= {1 - self.low}) & (ratio <= {1 + self.high}), ratio * advantage, 0.0)"
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,11 @@ class AgedClip(Surrogate):
         return f"min({ratio} A, clip({ratio}, {1 - self.low:g}^d, {1 + self.high:g}^d) A)"
 
     def code(self, lines: Lines) -> str:
-        d = lines.define("d", "age.clamp(min=0).to(current.dtype)  # 0 is not clipped")
-        low = lines.define("low", f"torch.where({d} > 0, {number(1 - self.low)} ** {d}, 0.0)")
-        high = lines.define("high", f"torch.where({d} > 0, {number(1 + self.high)} ** {d}, torch.inf)")
-        clipped = lines.define("clipped", f"torch.minimum(torch.maximum(ratio, {low}), {high})")
-        return f"torch.minimum(ratio * advantage, {clipped} * advantage)"
+        return lines.write(f"""
+            d = age.clamp(min=0).to(current.dtype)  # 0 is not clipped
+            clipped = torch.minimum(torch.maximum(ratio, {1 - self.low} ** d), {1 + self.high} ** d)
+            torch.minimum(ratio * advantage, torch.where(d > 0, clipped, ratio) * advantage)
+            """)
 
     def notes(self) -> tuple[str, ...]:
         return ("d: age of the token in training steps, 1 for the policy that the step began with",)
@@ -201,25 +200,24 @@ class SecondMoment(Surrogate):
         return f"1[|log {ratio}| ≤ c]·{ratio} A"
 
     def code(self, lines: Lines) -> str:
+        lines.of_update["limit"] = "the limit c on |log ratio|"
         if self.form == "mask":
-            return "torch.where(log_ratio.abs() <= limit, ratio * advantage, 0.0)"
-        clipped = lines.define("clipped", exponential("log_ratio.clamp(-limit, limit)"))
-        return f"torch.minimum(ratio * advantage, {clipped} * advantage)"
-
-    def limit_code(self, lines: Lines) -> str:
-        allowed, size = f"{number(self.tau)} * len(size)", "log_ratio.detach().abs()[{}].double().sort().values"
-        if self.form == "cap":
-            lines.define("harmful", f"(log_ratio * advantage > 0) & (advantage.abs() > {HARM_FLOOR:g})")
-            lines.define("size", size.format("harmful"))
-            larger = "torch.arange(len(size) - 1, -1, -1, device=size.device)"
-            lines.define("capped_sum", f"size.square().cumsum(0) + size.square() * {larger}")
-            lines.define("cap", f"torch.cat([size.new_zeros(1), size[capped_sum < {allowed}]]).max()")
-            return f"torch.where(size.square().sum() <= {allowed}, torch.inf, cap)"
-        lines.define("size", size.format("mask"))
-        first = "torch.arange(1, len(size) + 1, device=size.device)"
-        lines.define("within", f"size.square().cumsum(0) <= {number(self.tau)} * {first}")
-        lines.define("last", "torch.cat([size[1:] > size[:-1], within.new_ones(1)])[: len(size)]  # of equal ones")
-        return "torch.cat([size.new_full((1,), -1.0), size[within & last]]).max()"
+            return lines.write(f"""
+                size = log_ratio.detach().abs()[mask].double().sort().values
+                within = size.square().cumsum(0) <= {self.tau} * torch.arange(1, len(size) + 1, device=size.device)
+                last = torch.cat([size[1:] > size[:-1], within.new_ones(1)])[: len(size)]  # of equal ones
+                limit = torch.cat([size.new_full((1,), -1.0), size[within & last]]).max()
+                torch.where(log_ratio.abs() <= limit, ratio * advantage, 0.0)
+                """)
+        return lines.write(f"""
+            harmful = (log_ratio * advantage > 0) & (advantage.abs() > {HARM_FLOOR})
+            size = log_ratio.detach().abs()[harmful].double().sort().values
+            capped = size.square().cumsum(0) + size.square() * torch.arange(len(size) - 1, -1, -1, device=size.device)
+            cap = torch.cat([size.new_zeros(1), size[capped < {self.tau} * len(size)]]).max()
+            limit = torch.where(size.square().sum() <= {self.tau} * len(size), inf, cap)
+            clipped = {clamped("log_ratio.clamp(-limit, limit)")}.exp()
+            torch.minimum(ratio * advantage, clipped * advantage)
+            """)
 
     def notes(self) -> tuple[str, ...]:
         if self.form == "cap":

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trimtab.corrections import divergences
 from trimtab.corrections.arguments import check_option, check_range
-from trimtab.corrections.code_lines import Lines, exponential, number
+from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError
 from trimtab.objectives.policies import Ratio
@@ -81,13 +81,10 @@ class KL:
     def code(self, lines: Lines) -> str:
         """Returns the term of a token as PyTorch code."""
         log = lines.define("log_reference", "reference - current")
-        estimate = divergences.code("k3" if self.kind == "unbiased" else self.kind, "reference", log, lines)
         if self.kind != "unbiased":
-            return estimate
-        own = (
-            "torch.where(off_policy, current - current.detach(), log_w)" if lines.external else lines.log_of("current")
-        )
-        return f"{lines.define('q', exponential(own))} * {estimate}"
+            return divergences.code(self.kind, "reference", log, lines)
+        q = lines.define("q", f"{clamped(lines.log_of('current'))}.exp()")
+        return f"{q} * {divergences.code('k3', 'reference', log, lines)}"
 
 
 @dataclass(frozen=True)
@@ -139,15 +136,16 @@ class Centering:
 
     def code(self, lines: Lines) -> str:
         """Returns C of each token as PyTorch code."""
-        head = "torch.where(mask[..., None], {}, -torch.inf).to(current.dtype)"
-        log = lines.define("head_log_pi", head.format("head_current"))
-        pi = lines.define("head_pi", f"{log}.detach().exp()")
-        mu = lines.define("head_mu", f"{head.format('head_behavior.detach()')}.exp()")
-        rest = f"(1 - {{}}.sum(-1, keepdim=True)).clamp(min={number(MASS_FLOOR)})"
-        tail = lines.define("tail", f"{rest.format(mu)} / {rest.format(pi)}  # mu / pi of all other ids")
-        score = f"{mu} - {tail} * {pi}"
+        expected = "mu - tail * pi"
         if self.ceiling is not None:
-            cap = number(self.ceiling)
-            score = f"torch.minimum({pi}, {cap} * {mu}) - ({cap} * {tail}).clamp(max=1) * {pi}"
-        score = lines.define("expected", score)
-        return lines.define("center", f"({score} * torch.where({score} == 0, 0.0, {log})).sum(-1)")
+            expected = f"torch.minimum(pi, {self.ceiling} * mu) - ({self.ceiling} * tail).clamp(max=1) * pi"
+        return lines.write(f"""
+            pi = head_current.detach().exp()
+            mu = head_behavior.exp()
+            rest_pi = (1 - pi.sum(-1, keepdim=True)).clamp(min={MASS_FLOOR})
+            rest_mu = (1 - mu.sum(-1, keepdim=True)).clamp(min={MASS_FLOOR})
+            tail = rest_mu / rest_pi  # mu / pi of all other ids
+            expected = {expected}
+            center = (expected * torch.where(expected == 0, 0.0, head_current)).sum(-1)
+            center
+            """)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_range
-from trimtab.corrections.code_lines import Lines, clamped, exponential, number
+from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
@@ -24,12 +24,10 @@ def _by_sign(where: Tensor, positive: Number, negative: Number, like: Tensor) ->
     return torch.where(where, like.new_full((), positive), like.new_full((), negative))
 
 
-def _code_by_sign(lines: Lines, where: str, name: str, positive: str, negative: str) -> str:
-    """Returns an expression of one of two forms in printed code, by the sign of the advantage where these differ."""
-    if positive == negative:
-        return lines.define(name, positive)
-    forms = lines.define("positive", positive), lines.define("negative", negative)
-    return lines.define(name, f"torch.where({where}, {', '.join(forms)})")
+def _code_by_sign(where: str, positive: Number, negative: Number) -> str:
+    """Returns the same as PyTorch code, a number where both are equal."""
+    chosen = f"torch.full_like(current, {negative}).masked_fill({where}, {positive})"
+    return f"{positive}" if positive == negative else chosen
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,11 @@ class SoftGate(Surrogate):
         return f"(4/τ) σ(τ ({ratio} − 1)) A"
 
     def code(self, lines: Lines) -> str:
-        excess = lines.define("excess", f"torch.expm1({clamped('log_ratio')})  # ratio - 1")
-        gates = (f"4 / {number(t)} * ({number(t)} * {excess}).sigmoid()" for t in (self.positive, self.negative))
-        return f"{_code_by_sign(lines, 'advantage > 0', 'gate', *gates)} * advantage"
+        return lines.write(f"""
+            tau = {_code_by_sign("advantage > 0", self.positive, self.negative)}
+            excess = torch.expm1({clamped("log_ratio")})  # ratio - 1
+            4 / tau * (tau * excess).sigmoid() * advantage
+            """)
 
     def notes(self) -> tuple[str, ...]:
         return (f"τ = {self.positive:g} where A > 0, {self.negative:g} elsewhere",)
@@ -101,10 +101,13 @@ class GammaWeight(Surrogate):
         return f"sg[{ratio}^k1 e^(−k2 ({ratio} − 1))] A log π"
 
     def code(self, lines: Lines) -> str:
-        log = lines.define("log_bounded", clamped("sequence_log_ratio"))
-        powers = ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative))
-        phis = (f"({number(k1)} * {log} - {number(k2)} * torch.expm1({log})).exp()" for k1, k2 in powers)
-        return f"{_code_by_sign(lines, 'advantage >= 0', 'phi', *phis)} * advantage * current"
+        return lines.write(f"""
+            log_bounded = {clamped("sequence_log_ratio")}
+            k1 = {_code_by_sign("advantage >= 0", self.k1_positive, self.k1_negative)}
+            k2 = {_code_by_sign("advantage >= 0", self.k2_positive, self.k2_negative)}
+            phi = (log_bounded * k1 - torch.expm1(log_bounded) * k2).exp()
+            phi * advantage * current
+            """)
 
     def notes(self) -> tuple[str, ...]:
         positive, negative = (self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative)
@@ -154,11 +157,12 @@ class GeometricClip(Surrogate):
         return f"(Π_t clip(r_t; A<0: ≥ e^−{self.low:g}, A>0: ≤ e^{self.high:g}))^(1/T) A"
 
     def code(self, lines: Lines) -> str:
-        above, below = f"log_ratio.clamp(max={number(self.high)})", f"log_ratio.clamp(min={number(-self.low)})"
-        clip = lines.define("log_clipped", f"torch.where(advantage > 0, {above}, {below})")
-        mean = lines.define("mean", f"{clip}.detach().sum(1, keepdim=True) / length")
-        log = lines.define("log_mean", f"{mean} + ({clip} - {clip}.detach())  # with each token's own gradient")
-        return f"{exponential(log)} * advantage"
+        return lines.write(f"""
+            log_clipped = torch.where(advantage > 0, log_ratio.clamp(max={self.high}), log_ratio.clamp(min={-self.low}))
+            mean = log_clipped.detach().sum(1, keepdim=True) / length
+            log_mean = mean + (log_clipped - log_clipped.detach())  # with each token's own gradient
+            {clamped("log_mean")}.exp() * advantage
+            """)
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio.level != "token":
@@ -196,10 +200,11 @@ class QuadraticPenalty(Surrogate):
         return f"({ratio} A − |A| μ ({ratio} − 1)²/{2 * self.epsilon:g})"
 
     def code(self, lines: Lines) -> str:
-        excess = lines.define("excess", f"torch.expm1({clamped('log_ratio')})  # ratio - 1")
-        mu = lines.define("mu", "behavior.clamp(max=0).exp()")
-        penalty = f"advantage.abs() * {mu} * {excess}.square() / {number(2 * self.epsilon)}"
-        return f"(1 + {excess}) * advantage - {penalty}"
+        return lines.write(f"""
+            excess = torch.expm1({clamped("log_ratio")})  # ratio - 1
+            mu = behavior.clamp(max=0).exp()
+            (1 + excess) * advantage - advantage.abs() * mu * excess.square() / {2 * self.epsilon}
+            """)
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         if ratio == Ratio("token", "behavior"):

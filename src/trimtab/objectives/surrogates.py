@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.arguments import check_range
-from trimtab.corrections.code_lines import Lines, number
+from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
@@ -118,10 +118,6 @@ class Surrogate(ABC):
         """Returns the term as PyTorch code; optional, for `Objective.code`."""
         raise NotImplementedError
 
-    def limit_code(self, lines: Lines) -> str:
-        """Returns `limit` in that code, as PyTorch code for a whole update; for one that `collects`."""
-        raise NotImplementedError
-
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
         return None
@@ -168,9 +164,8 @@ class Clipped(Surrogate):
         return clipped if self.dual is None else f"max[A<0]({clipped}, {self.dual:g} A)"
 
     def code(self, lines: Lines) -> str:
-        bounds = f"{number(1 - self.low)}, {number(1 + self.high)}"
-        clipped = f"torch.minimum(ratio * advantage, ratio.clamp({bounds}) * advantage)"
-        return clipped if self.dual is None else dual_code(lines, clipped, number(self.dual))
+        clipped = f"torch.minimum(ratio * advantage, ratio.clamp({1 - self.low}, {1 + self.high}) * advantage)"
+        return clipped if self.dual is None else dual_code(lines, clipped, self.dual)
 
     def notes(self) -> tuple[str, ...]:
         if self.dual is None or self.dual > 1 + self.high:
@@ -202,7 +197,7 @@ class Reinforce(Surrogate):
         return f"sg[{weight}] A log π"
 
     def code(self, lines: Lines) -> str:
-        capped = "" if self.ceiling == math.inf else f".clamp(max={number(self.ceiling)})"
+        capped = "" if self.ceiling == math.inf else f".clamp(max={self.ceiling})"
         return f"ratio.detach(){capped} * advantage * current"
 
 
@@ -233,8 +228,8 @@ class Regression(Surrogate):
         return f"−({self.beta:g}·log {ratio} − A)²/T"
 
     def code(self, lines: Lines) -> str:
-        residual = lines.define("residual", f"{number(self.beta)} * sequence_log_ratio - advantage")
-        slope = f"{number(2 * self.beta)} * {residual} * (token_log_ratio - token_log_ratio.detach())"
+        residual = lines.define("residual", f"{self.beta} * sequence_log_ratio - advantage")
+        slope = f"{2 * self.beta} * {residual} * (token_log_ratio - token_log_ratio.detach())"
         return f"-({residual}.square() / length + {slope})"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
@@ -274,7 +269,9 @@ class Shaped(Surrogate):
         return f"({ratio} A on-policy, π/(π + {self.gamma:g}) A off-policy)"
 
     def code(self, lines: Lines) -> str:
-        shaped = f"(current + {number(-math.log(self.gamma))}).sigmoid()  # pi / (pi + {self.gamma:g})"
+        shaped = f"(current + {-math.log(self.gamma)}).sigmoid()  # pi / (pi + {self.gamma:g})"
+        for name in ("proximal", "behavior"):  # external tokens have no such policy
+            lines.values[name] = f"torch.where(mask & ~off_policy, {name}.detach(), current.detach())"
         return f"torch.where(off_policy, {lines.define('shaped', shaped)}, ratio) * advantage"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
@@ -317,7 +314,7 @@ class Unclipped(Surrogate):
         return "ratio * advantage"
 
 
-def dual_code(lines: Lines, clipped: str, dual: str) -> str:
+def dual_code(lines: Lines, clipped: str, dual: Number | str) -> str:
     """Returns a clipped term that is at least dual * A for A < 0, as PyTorch code."""
     clipped = lines.define("clipped", clipped)
     return f"torch.where(advantage < 0, torch.maximum({clipped}, {dual} * advantage), {clipped})"
