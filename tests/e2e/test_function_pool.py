@@ -100,13 +100,6 @@ def test_large_batches_do_not_deadlock(pool):
     assert all((o.error or "").startswith("raised KeyError") for o in outcomes[500:])
 
 
-def test_closures_travel_without_pickling():
-    table = {"a": 3.0}
-    pool = FunctionPool([lambda key: table[key]], workers=1)
-    assert pool.run([Call(0, {"key": "a"}, 60.0)]) == [Outcome(3.0)]
-    pool.close()
-
-
 def test_a_killed_supervisor_loses_one_batch_only():
     pool = FunctionPool([os.getppid], workers=1)
     supervisor = int(pool.run([Call(0, {}, 60.0)])[0].value or 0)
@@ -142,6 +135,7 @@ def test_children_die_with_a_killed_parent(during_a_call):
 
 
 def test_what_a_hung_function_started_is_killed_too(tmp_path):
+    """The function is a closure, which cannot be pickled."""
     note = tmp_path / "pid"
 
     def starts_a_child():

@@ -296,6 +296,8 @@ def test_named_packages_can_be_imported_and_no_others(bubblewrap: None) -> None:
         assert run("import numpy as np\nint(np.arange(10).sum())") == CodeResult("45\n")
         assert "No module named 'tqdm'" in (run("import tqdm").error or "")
         assert "Read-only file system" in (run("open('/packages/sympy/new', 'w')").error or "")
+    with pytest.raises(TrimtabError, match="pip install no-such-package"):
+        PythonPool("bubblewrap", packages=["no-such-package"])
 
 
 def test_what_cannot_run_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -311,11 +313,6 @@ def test_what_cannot_run_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
     (tmp_path / "bwrap").chmod(0o755)
     assert "0.6.1 is older than 0.8" in (sandbox_unavailable("bubblewrap") or "")
-
-
-def test_a_missing_package_is_named(bubblewrap: None) -> None:  # noqa: ARG001
-    with pytest.raises(TrimtabError, match="pip install no-such-package"):
-        PythonPool("bubblewrap", packages=["no-such-package"])
 
 
 def test_disabled_namespaces_are_found_by_running_it(bubblewrap: None) -> None:  # noqa: ARG001

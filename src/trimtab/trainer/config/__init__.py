@@ -15,14 +15,7 @@ from trimtab.trainer.config.recipes import (
     split_overrides,
 )
 from trimtab.trainer.config.schema import GOLD, REQUIRED_SECTIONS, Config, EnvironmentConfig, LogConfig, PrefixConfig
-from trimtab.trainer.config.sections import (
-    BATCH_BASELINE,
-    DISTILLATION,
-    TOKEN_BASELINE,
-    EngineConfig,
-    OptimConfig,
-    ServerConfig,
-)
+from trimtab.trainer.config.sections import BATCH_BASELINE, DISTILLATION, TOKEN_BASELINE, EngineConfig, OptimConfig
 
 __all__ = [
     "BATCH_BASELINE",
@@ -37,7 +30,6 @@ __all__ = [
     "LogConfig",
     "OptimConfig",
     "PrefixConfig",
-    "ServerConfig",
     "is_recipe",
     "load_config",
     "parse_config",

@@ -37,11 +37,9 @@ NAMES_OR_FOLDERS = {
     "model.reference": ("smollm2-135m-instruct", *LABORATORY_MODELS),
     "task.dataset": (),
 }
-TASK_LISTS = ("eval.task", "task.part")
-"""Lists of tasks, which have the paths of `[task]`."""
+TASK_LISTS = ("eval.task", "task.part")  # lists of tasks, which have the paths of `[task]`
 SHIPPED = importlib.resources.files("trimtab.trainer") / "recipes"
-SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
-"""A number as Python writes it and TOML does not."""
+SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # a number as Python writes it and TOML does not
 
 
 def recipe_names() -> list[str]:

@@ -189,8 +189,7 @@ class PrefixConfig(Section):
     whole: bool = Field(default=False, description="sample whole historical responses and cut them, as the paper did")
 
 
-GOLD = "gold"
-"""Value of `demonstrations.path` for the task's own answers."""
+GOLD = "gold"  # value of `demonstrations.path` for the task's own answers
 
 
 class DemonstrationConfig(Section):

@@ -24,20 +24,12 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Placement = Literal["local", "ray"]
 
-COMPOSED = "composed"
-"""Name of an objective of parts alone."""
-
+# Keys of `[objective]` that are parts; `objectives.keywords`, which needs torch, builds them.
 OBJECTIVE_PARTS = ("ratio", "surrogate", "weight", "mask", "centering")
-"""Keys of `[objective]` that are parts; `objectives.keywords`, which needs torch, builds them."""
-
-TOKEN_BASELINE = "optimal-token"
-"""The kind of advantage with a value for each token."""
-
-BATCH_BASELINE = "batch-mean"
-"""The kind of advantage that compares responses to different prompts with each other."""
-
-DISTILLATION = "distillation"
-"""The kind of advantage that reads no rewards but the log-probs of a teacher, at each token."""
+COMPOSED = "composed"  # name of an objective of parts alone
+TOKEN_BASELINE = "optimal-token"  # the kind of advantage with a value for each token
+BATCH_BASELINE = "batch-mean"  # the kind that compares responses to different prompts with each other
+DISTILLATION = "distillation"  # the kind that reads no rewards but the log-probs of a teacher, at each token
 
 
 class Section(BaseModel):

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from trimtab.errors import error_text
@@ -19,7 +20,7 @@ class EnvironmentFailed(Exception):
     """An environment raised where it must not, or did not return in time; its episode is dropped."""
 
 
-class BackgroundCall:
+class BackgroundCall(Future[Any]):
     """A function that an `EnvironmentThread` runs, given up `timeout` seconds after it began.
 
     Args:
@@ -34,45 +35,28 @@ class BackgroundCall:
         convert: Callable[[Any], Any] | None = None,
         slots: threading.Semaphore | None = None,
     ) -> None:
+        super().__init__()
         self._function, self._convert, self._slots = function, convert, slots
-        self._timeout = timeout
-        self._begun, self._done = threading.Event(), threading.Event()
-        self._deadline = float("inf")
-        self._lock = threading.Lock()
-        self._cancelled = self._holds_slot = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether the function has ended."""
-        return self._done.is_set()
+        self._timeout, self._deadline = timeout, float("inf")
+        self._begun, self._lock = threading.Event(), threading.Lock()
+        self._holds_slot = False
 
     def run(self) -> None:
         """Runs the function; called by the thread."""
         if self._slots is not None:
             self._slots.acquire()
-        with self._lock:
-            self._holds_slot = self._slots is not None
-            if not self._cancelled:
-                self._deadline = time.monotonic() + self._timeout
-                self._begun.set()
-        try:
-            if not self._cancelled:
+            self._holds_slot = True
+        if self.set_running_or_notify_cancel():
+            self._deadline = time.monotonic() + self._timeout
+            self._begun.set()
+            try:
                 value = self._function()
                 if inspect.isawaitable(value):
                     value = self._run_awaitable(value)
-                self._value = value if self._convert is None else self._convert(value)
-        except BaseException as error:
-            self._error = error
+                self.set_result(value if self._convert is None else self._convert(value))
+            except BaseException as error:
+                self.set_exception(error)
         self._release_slot()
-        self._done.set()
-
-    def cancel(self) -> bool:
-        """Keeps a call that has not begun from running, and returns whether that was so."""
-        with self._lock:
-            self._cancelled = not self._begun.is_set()
-            return self._cancelled
 
     def wait(self, timeout: float) -> bool:
         """Returns whether the call has ended or was given up, after at most `timeout` seconds.
@@ -82,8 +66,8 @@ class BackgroundCall:
         end = time.monotonic() + timeout
         if not self._begun.wait(None if timeout == float("inf") else timeout):
             return False
-        self._done.wait(max(0.0, min(end, self._deadline) - time.monotonic()))
-        ended = self.done or time.monotonic() >= self._deadline
+        concurrent.futures.wait([self], max(0.0, min(end, self._deadline) - time.monotonic()))
+        ended = self.done() or time.monotonic() >= self._deadline
         if ended:
             self._release_slot()
         return ended
@@ -95,13 +79,12 @@ class BackgroundCall:
             EnvironmentFailed: it did not return in time.
             Exception: what the function or `convert` raised.
         """
-        if not self.done:
+        if not self.done():
             raise self._given_up()
-        if isinstance(self._error, Exception):
-            raise self._error
-        if self._error is not None:  # sys.exit() of a tool must not end the trainer
-            raise EnvironmentFailed(f"raised {error_text(self._error)}")
-        return self._value
+        error = self.exception()
+        if error is not None and not isinstance(error, Exception):  # sys.exit() of a tool must not end the trainer
+            raise EnvironmentFailed(f"raised {error_text(error)}")
+        return self.result()
 
     def _release_slot(self) -> None:
         with self._lock:
@@ -136,7 +119,7 @@ class EnvironmentThread:
 
     def start(self, call: BackgroundCall) -> BackgroundCall:
         """Runs the call in the background and returns it."""
-        if self._calls is None or (self._last is not None and not self._last.done):
+        if self._calls is None or (self._last is not None and not self._last.done()):
             self.end()
             self._calls = queue.SimpleQueue()
             threading.Thread(target=_run_all, args=(self._calls,), name="environment", daemon=True).start()
@@ -146,7 +129,9 @@ class EnvironmentThread:
 
     def cancel(self) -> bool:
         """Keeps a call that has not begun from running; returns whether none is in progress."""
-        return self._last is None or self._last.done or self._last.cancel()
+        if self._last is not None and not self._last.done() and self._last.cancel():
+            self.end()  # the thread may still wait for a slot: later calls run in a new one
+        return self._last is None or self._last.done()
 
     def wait(self) -> None:
         """Waits until the call in progress has ended or is given up."""

@@ -111,7 +111,7 @@ class Episodes:
             calls.append(episode.start_constructor(self._runner.factory))
             if in_turn:  # after one that hangs, the others are waited for together
                 calls[-1].wait(float("inf"))
-                in_turn = calls[-1].done
+                in_turn = calls[-1].done()
         for episode, call in zip(self._episodes, calls, strict=True):
             episode.value(call, "the constructor")
 

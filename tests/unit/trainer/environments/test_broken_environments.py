@@ -215,16 +215,17 @@ def test_an_environment_that_changes_its_row_changes_no_other(tokenizer: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("get_reward", "said"),
     [
-        (float("nan"), "returned nan, not a finite number"),
-        (None, "returned NoneType, not a number"),
-        ("1.0", "returned str, not a number"),
-        (-1e308, "returned -1e+308, above 1e+18"),
+        (lambda _: float("nan"), "returned nan, not a finite number"),
+        (lambda _: None, "returned NoneType, not a number"),
+        (lambda _: "1.0", "returned str, not a number"),
+        (lambda _: -1e308, "returned -1e+308, above 1e+18"),
+        (lambda _: {}["disk"], "raised KeyError: 'disk'"),
     ],
 )
-def test_an_unusable_reward_costs_its_episode(tokenizer: Any, value: Any, said: str) -> None:
-    kind = type("Odd", (Counter,), {"get_reward": lambda _: value})
+def test_an_unusable_reward_costs_its_episode(tokenizer: Any, get_reward: Callable[..., Any], said: str) -> None:
+    kind = type("Odd", (Counter,), {"get_reward": get_reward})
     failure = finished(start(tokenizer, kind), append(tokenizer, None, "5"))[1]
     assert failure == f"get_reward {said}"
 

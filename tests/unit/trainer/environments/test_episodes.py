@@ -210,15 +210,6 @@ def test_errors_of_a_tool_are_reported_to_the_model(tokenizer: Any, text: str, o
     assert (last.calls, last.tool_errors, last.failure) == (1, 1, None)
 
 
-@pytest.mark.parametrize("where", ["reset", "get_reward"])
-def test_an_environment_that_raises_costs_its_episode(tokenizer: Any, where: str) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise ValueError("no disk")
-
-    episodes = start(tokenizer, type("Broken", (Counter,), {where: broken}))
-    assert finished(episodes, append(tokenizer, None, "5")) == ("stop", f"{where} raised ValueError: no disk")
-
-
 def test_the_last_turn_makes_no_call(tokenizer: Any) -> None:
     episodes, turn = start(tokenizer), None
     for _ in range(2):

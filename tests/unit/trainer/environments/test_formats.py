@@ -259,11 +259,6 @@ def appending() -> Any:
     return tokenizer(TEMPLATE.replace("DROP", "false"))
 
 
-def chat_task() -> BuiltTask:
-    problem = Problem("1", "Find a.", "a")
-    return BuiltTask("t", [problem], [problem], Chat(), (), (), 8)
-
-
 def test_a_result_is_what_the_template_puts_between_two_turns(appending: Any) -> None:
     form = ChatFormat(appending, SCHEMAS)
     text = form.render("three results")
@@ -277,7 +272,9 @@ def test_a_result_is_what_the_template_puts_between_two_turns(appending: Any) ->
     whole = appending.apply_chat_template(messages, tools=list(SCHEMAS), tokenize=False, add_generation_prompt=True)
     turn = appending.apply_chat_template(messages[:2], tools=list(SCHEMAS), tokenize=False).rstrip("\n")
     assert whole == turn.removesuffix("<|im_end|>") + text
-    assert form.stop == of("chat").adapt(chat_task()).stop == ("</tool_call>",), "the turn ends where the call ends"
+    assert form.stop == of("chat").adapt(replace(task(()), template=Chat())).stop == ("</tool_call>",), (
+        "the turn ends where the call ends"
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,16 +316,16 @@ def test_templates_that_cannot_be_continued_are_refused() -> None:
 
 
 def test_prompts_show_the_tools(appending: Any) -> None:
-    problem, task = Problem("1", "Find a.", "a"), chat_task()
-    text = of("chat").adapt(task).prompt_text(problem, appending)
+    problem, plain = Problem("1", "Find a.", "a"), task(("\n",))
+    chat = replace(plain, template=Chat(), stop=())
+    text = of("chat").adapt(chat).prompt_text(problem, appending)
     assert '"name": "search"' in text
     assert text.endswith("<|im_start|>user\nFind a.<|im_end|>\n<|im_start|>assistant\n")
-    assert '"search"' not in task.prompt_text(problem, appending)
-    plain = BuiltTask("t", [problem], [problem], Plain(), (), ("\n",), 8)
+    assert '"search"' not in chat.prompt_text(problem, appending)
     with pytest.raises(TrimtabError, match=r"needs prompts in the chat template"):
         of("chat").adapt(plain)
     with pytest.raises(TrimtabError, match=r"task\.system"):
-        of("tag", "Example.").adapt(task)
+        of("tag", "Example.").adapt(chat)
     adapted = of("tag", "Example. ").adapt(plain)
     assert adapted.prompt_text(problem, appending) == "Example. Find a."
     assert adapted.stop == ("\n", "</search>")

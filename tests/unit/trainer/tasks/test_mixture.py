@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
-from trimtab.trainer.config import load_config
 from trimtab.trainer.rewards import Response
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.tasks import mixture
@@ -96,11 +94,3 @@ def test_mistakes_are_one_line(part: list[dict[str, object]], message: str) -> N
     with pytest.raises(TrimtabError, match=message) as raised:
         tasks.build("mixture", part=part)
     assert "\n" not in str(raised.value)
-
-
-def test_files_of_a_mixture_are_relative_to_the_recipe(tmp_path: Path) -> None:
-    recipe = tmp_path / "mixed.toml"
-    recipe.write_text(
-        'base = "laboratory"\n[task]\nname = "mixture"\n[[task.part]]\nname = "file"\npath = "rows.jsonl"\n'
-    )
-    assert load_config(recipe).task.keywords["part"][0]["path"] == str(tmp_path / "rows.jsonl")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.config import ServerConfig
+from trimtab.trainer.config.sections import ServerConfig
 from trimtab.trainer.engines.server.http_client import ServerUnavailable, WrongAnswer
 from trimtab.trainer.engines.server.server_pool import (
     INITIAL_BACKOFF,

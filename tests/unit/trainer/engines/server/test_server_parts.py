@@ -20,7 +20,7 @@ from tests.support.engines import EOS, PIECES, prompt, tokenizer
 from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.config import ServerConfig
+from trimtab.trainer.config.sections import ServerConfig
 from trimtab.trainer.engines.decoding_rows import build_rows, grouped_completions
 from trimtab.trainer.engines.request import request_seed
 from trimtab.trainer.engines.server import http_client

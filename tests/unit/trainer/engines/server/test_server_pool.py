@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.config import ServerConfig
+from trimtab.trainer.config.sections import ServerConfig
 from trimtab.trainer.engines.server import http_client, request_dispatch, server_pool
 from trimtab.trainer.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer, run
 from trimtab.trainer.engines.server.request_dispatch import MAX_ATTEMPTS, RequestDispatch
