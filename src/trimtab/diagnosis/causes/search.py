@@ -103,8 +103,12 @@ def _option(
     if not findings:
         return None
     last = findings[-1]
-    after = left if last.remaining is tokens else Residual.of(last.remaining)
-    return (findings, after) if last.remaining is tokens or last.is_final or _leaves_less(left, after) else None
+    if last.remaining is tokens:
+        return findings, left
+    after = Residual.of(last.remaining)
+    breaks = left.mean_is_one == "yes" and after.mean_is_one == "no"
+    leaves_less = after.tokens > 0 and after.k3 < MAX_LEFT * left.k3 and not breaks
+    return (findings, after) if last.is_final or leaves_less else None
 
 
 def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
@@ -118,12 +122,6 @@ def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
         return None
     first, last = (tokens.select(tokens.step == steps.steps[at]) for at in (0, -1))
     return first if Residual.of(first).k3 < MAX_FIRST_K3 * Residual.of(last).k3 else None
-
-
-def _leaves_less(before: Residual, after: Residual) -> bool:
-    """Whether less is left for each token, and the mean ratio can still be 1 if it could before."""
-    breaks = before.mean_is_one == "yes" and after.mean_is_one == "no"
-    return after.tokens > 0 and after.k3 < MAX_LEFT * before.k3 and not breaks
 
 
 def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:

@@ -128,23 +128,6 @@ def test_an_error_names_row_and_column(tmp_path: Path, name: str) -> None:
     assert f"1 x no logp_behavior (first: row 2 of {name})" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", b'logp_behavior,logp_proximal\n"[-1.0]","[-1.5]"\n"[-1', "row 2 is not CSV"),
-        ("a.csv", b"logp_behavior,logp_proximal\n[-1.0],[-1.5]\n\xff,\xfe\n", "is not UTF-8"),
-        ("a.csv", b"x,x\n1,2\n", "two columns of one name"),
-        ("a.csv", b"logp_behavior,logp_proximal\n", "holds no rows that can be read"),
-        ("a.json", b"[" + json.dumps(GOOD).encode() + b', {"logp', "row 2 is not JSON or unfinished"),
-        ("a.json", b"[" + json.dumps(GOOD).encode() + b', {"a": "\xff"}]', "is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 9, mtime=0)[:-9], "damaged or unfinished gzip"),
-    ],
-)
-def test_damaged_text_is_one_clear_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert message in refused(tmp_path / name)
-
-
 def test_a_folder_reads_packed_files_and_prefers_other_files_to_tables(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,loss\n1,2\n")
     (tmp_path / "weights.gz").write_bytes(gzip.compress(b"nothing of interest"))
