@@ -149,7 +149,6 @@ class Comparison:
             times.append(own / other)
         if _gap(times[1] / times[0], 1.5) <= 1e-6:
             self._add("denominator", "zero")
-            self.found.insert(0, self.found.pop())
 
     def _others(self) -> bool:
         """Whether a response changes the gradient of others, and why."""

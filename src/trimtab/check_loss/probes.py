@@ -16,7 +16,6 @@ Batch = dict[str, Tensor]
 """The fields of `PolicyLogps` and `advantage`, (batch, 1)."""
 
 POLICIES = ("current", "proximal", "behavior")
-FLOATS = (*POLICIES, "reference", "entropy")
 TOKENS, MOVED = 4, 1  # trained tokens of a row, and the place of the token that a probe moves
 RARE, FREQUENT = -4.0, -0.3  # log-prob of the moved token
 UP, DOWN = 1.5, -0.5  # advantages; neither their mean is 0 nor their std 1, which would hide a normalization
@@ -185,20 +184,22 @@ class Loss:
             gradients = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)
         return Reading(float(value.detach()), *gradients)
 
+    def at_zero(self, batch: Batch) -> Tensor:
+        """Returns the gradient at A = 0, where a division by what A decides, as by its std, is no gradient."""
+        return self.read({**batch, "advantage": 0 * batch["advantage"]}).gradient.nan_to_num()
+
     @cached_property
     def silent(self) -> bool:
         """Whether no gradient is left at A = 0: no KL, no entropy, no regression."""
-        batch = of_rows(4, 0.0, RARE)
+        batch = of_rows(4, 0.0)
         for row, name in enumerate((*POLICIES, "reference")):
             batch[name][row] -= 0.3
-        return not bool(self.read(batch).gradient.count_nonzero())
+        return not bool(self.at_zero(batch).count_nonzero())
 
     def policy_gradient(self, batch: Batch) -> Tensor:
         """Returns minus the gradient for each unit of advantage, without what remains at A = 0."""
-        gradient = self.read(batch).gradient
-        if not self.silent:
-            gradient = gradient - self.read({**batch, "advantage": 0 * batch["advantage"]}).gradient
-        return -gradient / batch["advantage"]
+        rest = 0.0 if self.silent else self.at_zero(batch)
+        return (rest - self.read(batch).gradient) / batch["advantage"]
 
 
 def of_objective(objective: Objective) -> Loss:

@@ -102,10 +102,9 @@ class Readings:
 
     def homogeneity(self, factor: int) -> float:
         """Returns how much larger gradients are where all advantages are `factor` times as large, if it is not that."""
-        batch, _ = self.neutral["plain"]
-        scaled = ({**batch, "advantage": times * batch["advantage"]} for times in (0, 1, factor))
-        zero, one, more = (self.loss.read(batch).gradient[batch["mask"]] for batch in scaled)
-        times = (more - zero) / (one - zero)
+        batch, one = self.neutral["plain"]
+        more = self.loss.policy_gradient({**batch, "advantage": factor * batch["advantage"]})
+        times = (factor * more / one)[batch["mask"]]
         return float(times[(times - factor).abs().nan_to_num().argmax()])
 
     @cached_property
@@ -211,7 +210,7 @@ class Readings:
         batch["reference"][:, MOVED] += torch.cat([TO_REFERENCE, TO_REFERENCE.new_full((2,), 0.5)])
         batch["behavior"][-2, MOVED] -= 0.5
         batch["proximal"][-1, MOVED] -= 0.5
-        return self._at_zero(batch)
+        return self.loss.at_zero(batch)[:, MOVED] / self.scale
 
     @property
     def kl_weights(self) -> Tensor:
@@ -235,12 +234,9 @@ class Readings:
     def pull(self) -> Tensor:
         """The gradient at A = 0 where a whole response has moved: current by four shifts, then the sampler."""
         shifts = torch.tensor([-1.0, -0.5, 0.5, 1.0, 0, 0, 0]).double()
-        found = [self._at_zero(probe.batch(shifts, 1.0)) for probe in (probes.DRIFT_ALL, probes.MISMATCH_ALL)]
+        batches = (probe.batch(shifts, 1.0) for probe in (probes.DRIFT_ALL, probes.MISMATCH_ALL))
+        found = [self.loss.at_zero(batch)[:, MOVED] / self.scale for batch in batches]
         return torch.cat([values[1:5] - values[0] for values in found])
-
-    def _at_zero(self, batch: Batch) -> Tensor:
-        gradient = self.loss.read({**batch, "advantage": 0 * batch["advantage"]}).gradient[:, MOVED]
-        return gradient / self.scale
 
     @cached_property
     def inputs(self) -> Mapping[str, Tensor]:

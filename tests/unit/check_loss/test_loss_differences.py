@@ -185,6 +185,13 @@ LIVE = "log_rho = proximal - behavior + current - current.detach()"
         # Of five responses, two and three.
         ("grpo", RESPONSES, "len(mask)", "micro-batches", "1.67 to 2.5 times"),
         ("grpo", RESPONSES, "(advantage[:, 0] != 0).sum()", "denominator", "responses with A = 0 are not counted"),
+        (
+            "grpo",
+            "mask, advantage, zero",
+            "mask, advantage / advantage.std(), zero",
+            "normalized-advantage",
+            "give 1 times",
+        ),
         ("dppo", "losses = torch.where(keep, -", "losses = torch.where(mask, -", "clip", "π/μ of a"),
     ],
 )
