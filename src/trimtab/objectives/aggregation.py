@@ -85,16 +85,14 @@ class Aggregation(CheckedFields):
         kept = self.denominator == "kept" and losses == "losses"
         keep = keep if kept else "mask"
         length = f"{keep}.sum(1, keepdim=True).clamp(min=1)" if kept else "length"
-        rows = f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)" if kept else "max(len(mask), 1)"
-        count, words, value = {
-            "token-mean": ("tokens", "trained tokens", f"{keep}.sum().clamp(min=1)"),
-            "trained-mean-token-sum": (
-                "responses",
-                "responses with a trained token",
-                f"{keep}.any(1).sum().clamp(min=1)",
-            ),
-        }.get(self.kind, ("responses", "responses", rows))
-        count, words = ("kept", "the denominator without what is rejected") if kept else (count, words)
+        count, words = "responses", "responses"
+        value = f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)" if kept else "max(len(mask), 1)"
+        if self.kind == "token-mean":
+            count, words, value = "tokens", "trained tokens", f"{keep}.sum().clamp(min=1)"
+        elif self.kind == "trained-mean-token-sum":
+            words, value = "responses with a trained token", f"{keep}.any(1).sum().clamp(min=1)"
+        if kept:
+            count, words = "kept", "the denominator without what is rejected"
         lines.values[count], lines.of_update[count] = value, words
         total = f"({losses} / {length}).sum()" if self.kind == "seq-mean-token-mean" else f"{losses}.sum()"
         return f"{total} / ({count} * {self.length_max})" if self.kind == "constant" else f"{total} / {count}"
