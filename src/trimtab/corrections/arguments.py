@@ -6,6 +6,8 @@ Each error names the argument, what it is and what it must be, in one line.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import MISSING, field, fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,20 +76,39 @@ def check_option(part: object, name: str, options: Iterable[str]) -> None:
         raise TrimtabError(f"{type(part).__name__}: unknown {name} {value!r}{did_you_mean(str(value), options)}")
 
 
-def check_range(part: object, interval: str, *names: str, optional: bool = False) -> None:
+def check_range(part: object, name: str, interval: str, optional: bool = False) -> None:
     """Raises `TrimtabError` where a field of a part is outside an interval, such as "(0, inf)".
 
     optional: whether None is allowed.
     """
     low, high = map(float, interval[1:-1].split(","))
-    for name in names:
-        value = getattr(part, name)
-        if value is None and not optional:
-            raise TrimtabError(f"{type(part).__name__}: {name} is None: give a number in {interval}")
-        if value is None or low < value < high:
-            continue
-        if not ((value == low and interval[0] == "[") or (value == high and interval[-1] == "]")):
-            raise TrimtabError(f"{type(part).__name__}: {name} = {value:g} must lie in {interval}")
+    value = getattr(part, name)
+    if value is None and not optional:
+        raise TrimtabError(f"{type(part).__name__}: {name} is None: give a number in {interval}")
+    if value is None or low < value < high:
+        return
+    if not ((value == low and interval[0] == "[") or (value == high and interval[-1] == "]")):
+        raise TrimtabError(f"{type(part).__name__}: {name} = {value:g} must lie in {interval}")
+
+
+class CheckedFields:
+    """The base class of parts: frozen dataclasses whose fields by `one_of` and `within` are checked."""
+
+    def __post_init__(self) -> None:
+        for item in fields(cast(Any, self)):
+            if "check" in item.metadata:
+                check, *what = item.metadata["check"]
+                check(self, item.name, *what)
+
+
+def one_of(options: Iterable[str], default: Any = MISSING) -> Any:
+    """Returns a field whose value is one of the options."""
+    return field(default=default, metadata={"check": (check_option, options)})
+
+
+def within(interval: str, default: Any = MISSING, *, optional: bool = False) -> Any:
+    """Returns a field whose value is a number in an interval, such as "(0, inf)", or None where that is allowed."""
+    return field(default=default, metadata={"check": (check_range, interval, optional)})
 
 
 def check_bounds(low: Number, high: Number, part: str) -> None:

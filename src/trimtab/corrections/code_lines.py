@@ -82,7 +82,8 @@ class Lines:
             self.token: f"current - {over}",
             "ratio": f"{clamped('log_ratio')}.exp()",
         }
-        self.values.setdefault(f"{level}_log_ratio", self.at_level("token_log_ratio.detach()", level))
+        if level != "token":
+            self.values[f"{level}_log_ratio"] = self.at_level("token_log_ratio.detach()", level)
 
     def define(self, name: str, expression: str) -> str:
         """Adds the line `name = expression`, and returns the name, numbered where it stands for something else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from operator import add
 
 import torch
@@ -66,36 +66,38 @@ def compute_correction(
     `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` is one block, as its
     sequences may span all rows.
     """
-    tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage, "turn": turn}
+    tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage}
     for rule in (*masks, *([] if weight is None else [weight])):
         missing = [name for name in sorted(rule.reads - {"turn"}) if tensors[name] is None]
         if missing:
             raise ValueError(f"{type(rule).__name__} needs {missing[0]}, which is None")
     rows, time = mask.shape
-    size = (
-        rows if sequence_ids is not None else BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
-    )
-    size = min(max(1, size), rows)
+    size = BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
+    size = max(1, rows if sequence_ids is not None else min(size, rows))
     weights, keeps, blocks, mismatches = [], [], [], []
-    for start in range(0, max(1, rows), max(1, size)):
+    for start in range(0, max(1, rows), size):
         part = slice(start, start + size)
-        block = _Block(
-            proximal=None if proximal is None else proximal[part].detach(),
-            behavior=nan_below_minimum(behavior[part].detach()),
-            sequences=Sequences(mask[part], sequence_ids, None if turn is None else turn[part]),
-            current=None if current is None else current[part].detach(),
-            advantage=None if advantage is None else advantage[part],
+        sequences = Sequences(mask[part], sequence_ids, None if turn is None else turn[part])
+        given = {name: None if one is None else one[part].detach() for name, one in tensors.items()}
+        sampled = nan_below_minimum(behavior[part].detach())
+        mismatch, policy = (
+            None if (one := given[name]) is None else Ratios(log_ratio(one, sampled, sequences.mask), sequences)
+            for name in ("proximal", "current")
         )
-        keep, statistics = block.apply_masks(masks)
+        inputs = RuleInputs(sequences, sampled, mismatch=mismatch, policy=policy, advantage=given["advantage"])
+        histogram = Histogram.of(inputs.mismatch.log, sequences.mask) if measure else None
+        keep, statistics = _apply_masks(masks, inputs)
         if weight is not None:
-            bounded, passed, of_weight = block.apply_weight(weight)
+            bounded, passed, of_weight = _apply_weight(weight, inputs, histogram)
             weights.append(bounded)
             keep = keep if passed is None else keep & passed
             statistics |= of_weight
         if statistics:
-            statistics |= block.rejected_shares(keep)
-        if measure:
-            mismatches.append(block.measure())
+            kept = sequences.count(keep)
+            statistics["reject/tokens"] = Mean.of(sequences.lengths - kept, sequences.lengths)
+            statistics["reject/sequences"] = Mean.of(sequences.trained & (kept == 0), sequences.trained)
+        if histogram is not None and given["proximal"] is not None:
+            mismatches.append(RatioStatistics.of(inputs.mismatch, given["proximal"], sampled, histogram))
         keeps.append(keep)
         blocks.append(statistics)
     return BatchCorrection(
@@ -106,95 +108,58 @@ def compute_correction(
     )
 
 
-class _Block:
-    """A few rows of the batch, whose tensors fit the cache."""
-
-    def __init__(
-        self,
-        proximal: Tensor | None,
-        behavior: Tensor,
-        sequences: Sequences,
-        current: Tensor | None,
-        advantage: Tensor | None,
-    ) -> None:
-        self.proximal, self.behavior, self.sequences = proximal, behavior, sequences
-        mismatch, policy = (
-            None if numerator is None else Ratios(log_ratio(numerator, behavior, sequences.mask), sequences)
-            for numerator in (proximal, current)
-        )
-        self.inputs = RuleInputs(sequences, behavior, mismatch=mismatch, policy=policy, advantage=advantage)
-
-    def apply_masks(self, rules: Sequence[Mask]) -> tuple[Tensor, dict[str, Mergeable]]:
-        """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
-        keep = self.sequences.mask
-        statistics: dict[str, Mergeable] = {}
-        for place, rule in enumerate(rules):
-            passed = rule.keep(self.inputs)
-            if not isinstance(passed, Tensor) or passed.dtype != torch.bool:
-                what = passed.dtype if isinstance(passed, Tensor) else type(passed).__name__
-                raise TrimtabError(
-                    f"{type(rule).__name__}.keep returned {what}, expected bools: True at tokens it keeps"
-                )
-            if passed.shape not in (keep.shape, (len(keep), 1)):
-                raise TrimtabError(
-                    f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {tuple(keep.shape)}: "
-                    "values of whole sequences are spread to their tokens by inputs.sequences.spread"
-                )
-            passed = passed.expand_as(keep).contiguous()  # broadcasting bools takes a CPU ten times as long
-            keep = keep & passed
-            alike = sum(other.rule == rule.rule for other in rules[:place])
-            statistics |= self._rejection(f"reject/{rule.rule}" + (f"_{alike + 1}" if alike else ""), passed)
-        return keep, statistics
-
-    def apply_weight(self, weight: Weight) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
-        """Returns the bounded weight of every token, which tokens it keeps (None: all), and its statistics."""
-        sequences, ratios = self.sequences, self.inputs.over(weight.over)
-        units = units_of(sequences, weight.level)
-        per_token = weight.level in PER_TOKEN_LEVELS
-        trained = sequences.mask if per_token else units.trained
-        ratio = ratios.at(weight.level)
-        inside = weight.inside(ratio)
-        bounded = select(weight.apply(ratio), trained)
-        per_position = bounded if per_token else torch.where(sequences.mask, units.spread(bounded), 0.0)
-        shared = (weight.level, weight.over) == ("token", "proximal")  # with the statistics of the mismatch
-        raw = self.histogram if shared else Histogram.of(ratios.log_at(weight.level), trained)
-        statistics: dict[str, Mergeable] = {
-            "weight": WeightStatistics(
-                raw=raw.counts,
-                total=total(bounded),
-                count=total(raw.counts),
-                changed=total(trained & ~inside),
-                weight=weight,
+def _apply_masks(rules: Sequence[Mask], inputs: RuleInputs) -> tuple[Tensor, dict[str, Mergeable]]:
+    """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
+    keep = inputs.sequences.mask
+    statistics: dict[str, Mergeable] = {}
+    for place, rule in enumerate(rules):
+        passed = rule.keep(inputs)
+        if not isinstance(passed, Tensor) or passed.dtype != torch.bool:
+            what = passed.dtype if isinstance(passed, Tensor) else type(passed).__name__
+            raise TrimtabError(f"{type(rule).__name__}.keep returned {what}, expected bools: True at tokens it keeps")
+        if passed.shape not in (keep.shape, (len(keep), 1)):
+            raise TrimtabError(
+                f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {tuple(keep.shape)}: "
+                "values of whole sequences are spread to their tokens by inputs.sequences.spread"
             )
-        }
-        passed = None
-        if weight.rejects:
-            passed = inside if per_token else units.spread(inside)
-            statistics |= self._rejection(f"reject/{weight.rule}", passed)
-        return per_position, passed, statistics
+        passed = passed.expand_as(keep).contiguous()  # broadcasting bools takes a CPU ten times as long
+        keep = keep & passed
+        alike = sum(other.rule == rule.rule for other in rules[:place])
+        statistics |= _rejected(rule.rule + (f"_{alike + 1}" if alike else ""), passed, inputs.sequences)
+    return keep, statistics
 
-    def rejected_shares(self, keep: Tensor) -> dict[str, Mergeable]:
-        """Returns the share of tokens, and of sequences, that all rules together rejected."""
-        lengths, trained = self.sequences.lengths, self.sequences.trained
-        kept = self.sequences.count(keep)
-        return {
-            "reject/tokens": Mean.of(lengths - kept, lengths),
-            "reject/sequences": Mean.of(trained & (kept == 0), trained),
-        }
 
-    @cached_property
-    def histogram(self) -> Histogram:
-        return Histogram.of(self.inputs.mismatch.log, self.sequences.mask)
+def _apply_weight(
+    weight: Weight, inputs: RuleInputs, histogram: Histogram | None
+) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
+    """Returns the bounded weight of every token, which tokens it keeps (None: all), and its statistics.
 
-    def measure(self) -> RatioStatistics:
-        assert self.proximal is not None
-        return RatioStatistics.of(self.inputs.mismatch, self.proximal, self.behavior, self.histogram)
+    histogram: that of the mismatch of tokens, where it is known already.
+    """
+    sequences, ratios = inputs.sequences, inputs.over(weight.over)
+    units = units_of(sequences, weight.level)
+    per_token = weight.level in PER_TOKEN_LEVELS
+    trained = sequences.mask if per_token else units.trained
+    ratio = ratios.at(weight.level)
+    inside = weight.inside(ratio)
+    bounded = select(weight.apply(ratio), trained)
+    per_position = bounded if per_token else torch.where(sequences.mask, units.spread(bounded), 0.0)
+    if histogram is None or (weight.level, weight.over) != ("token", "proximal"):
+        histogram = Histogram.of(ratios.log_at(weight.level), trained)
+    count, changed = total(histogram.counts), total(trained & ~inside)
+    statistics: dict[str, Mergeable] = {
+        "weight": WeightStatistics(histogram.counts, total(bounded), count, changed, weight)
+    }
+    if not weight.rejects:
+        return per_position, None, statistics
+    passed = inside if per_token else units.spread(inside)
+    return per_position, passed, {**statistics, **_rejected(weight.rule, passed, sequences)}
 
-    def _rejection(self, name: str, passed: Tensor) -> dict[str, Mergeable]:
-        """Returns the shares of trained tokens and of whole sequences that a rule rejected."""
-        sequences, lengths = self.sequences, self.sequences.lengths
-        tokens = sequences.count(sequences.mask & ~passed)
-        return {
-            name: Mean.of(tokens, lengths),
-            f"{name}/sequences": Mean.of(sequences.trained & (tokens == lengths), sequences.trained),
-        }
+
+def _rejected(rule: str, passed: Tensor, sequences: Sequences) -> dict[str, Mergeable]:
+    """Returns the shares of trained tokens and of whole sequences that a rule rejected."""
+    lengths, tokens = sequences.lengths, sequences.count(sequences.mask & ~passed)
+    return {
+        f"reject/{rule}": Mean.of(tokens, lengths),
+        f"reject/{rule}/sequences": Mean.of(sequences.trained & (tokens == lengths), sequences.trained),
+    }

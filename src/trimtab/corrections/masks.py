@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import check_bounds, check_option, check_range
+from trimtab.corrections.arguments import CheckedFields, check_bounds, check_option, one_of, within
 from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import (
     LEVELS,
@@ -90,7 +90,7 @@ def _require(part: Part | None, name: str, read: str) -> Part:
     return part
 
 
-class Mask(ABC):
+class Mask(CheckedFields, ABC):
     """The base class of rejection rules. A subclass is a frozen dataclass of its bounds.
 
     per_response: whether it needs one advantage for all tokens of a response.
@@ -138,11 +138,11 @@ class Band(Mask):
     level: str
     min: Number
     max: Number
-    over: str = "proximal"
+    over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_option(self, "level", LEVELS)
-        check_option(self, "over", OVER)
         check_bounds(self.min, self.max, "Band")
 
     @property
@@ -178,17 +178,11 @@ class Divergence(Mask):
         reduce = "token" the rule of DPPO (arXiv 2602.04879), with tv and "mean" that of VACO (arXiv 2603.01365).
     """
 
-    kind: str
-    reduce: str
-    max: Number
-    over: str = "proximal"
+    kind: str = one_of(divergences.DIVERGENCES)
+    reduce: str = one_of(REDUCTIONS)
+    max: Number = within("[0, inf)")
+    over: str = one_of(OVER, "proximal")
     outward: bool = False
-
-    def __post_init__(self) -> None:
-        check_option(self, "kind", divergences.DIVERGENCES)
-        check_option(self, "reduce", REDUCTIONS)
-        check_option(self, "over", OVER)
-        check_range(self, "[0, inf)", "max")
 
     @property
     def rule(self) -> str:
@@ -239,14 +233,9 @@ class Veto(Mask):
     over: as in `Band`.
     """
 
-    min: Number = 1e-4
-    of: str = "ratio"
-    over: str = "proximal"
-
-    def __post_init__(self) -> None:
-        check_option(self, "of", VETO_OF)
-        check_option(self, "over", OVER)
-        check_range(self, "(0, 1)", "min")
+    min: Number = within("(0, 1)", 1e-4)
+    of: str = one_of(VETO_OF, "ratio")
+    over: str = one_of(OVER, "proximal")
 
     @property
     def rule(self) -> str:
@@ -287,12 +276,8 @@ class OPSM(Mask):
     """
 
     per_response = True
-    delta: Number
-    sign: str = "negative"
-
-    def __post_init__(self) -> None:
-        check_option(self, "sign", tuple(_REJECTED))
-        check_range(self, "[0, inf)", "delta")
+    delta: Number = within("[0, inf)")
+    sign: str = one_of(tuple(_REJECTED), "negative")
 
     @property
     def rule(self) -> str:
@@ -332,14 +317,10 @@ class PrefixBudget(Mask):
     or not. Cumulative prefix divergence, CPPO, arXiv 2606.10968.
     """
 
-    max: Number = 0.15
-    budget: Number = 0.02
-    quantile: Number = 0.9
-    weight_min: Number = 0.8
-
-    def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", "max", "budget")
-        check_range(self, "[0, 1]", "quantile", "weight_min")
+    max: Number = within("(0, inf)", 0.15)
+    budget: Number = within("(0, inf)", 0.02)
+    quantile: Number = within("[0, 1]", 0.9)
+    weight_min: Number = within("[0, 1]", 0.8)
 
     @property
     def rule(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_bounds, check_option
+from trimtab.corrections.arguments import CheckedFields, check_bounds, one_of
 from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import LEVELS, OVER, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
 from trimtab.corrections.statistics import Histogram, Mergeable
@@ -29,7 +29,7 @@ MEAN_FLOOR = 1e-8
 
 
 @dataclass(frozen=True)
-class Weight:
+class Weight(CheckedFields):
     """An importance weight: the ratio of a policy to the sampler at a level, bounded, without gradient.
 
     level: one of `LEVELS`. bound: truncate, clip or mask. min, max: bounds, None for none.
@@ -38,17 +38,15 @@ class Weight:
     Raises `TrimtabError` for unknown options and for bounds that do not enclose 1.
     """
 
-    level: str = "token"
-    bound: str = "truncate"
+    level: str = one_of(LEVELS, "token")
+    bound: str = one_of(BOUNDS, "truncate")
     min: Number | None = None
     max: Number | None = 2.0
     normalize: bool = False
-    over: str = "proximal"
+    over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
-        check_option(self, "level", LEVELS)
-        check_option(self, "over", OVER)
-        check_option(self, "bound", BOUNDS)
+        super().__post_init__()
         check_bounds(self.low, self.high, "Weight")
         if self.bound == "truncate" and self.low > 0:
             raise TrimtabError("Weight: truncate has no lower bound; use bound='clip' for min and max")
@@ -106,18 +104,20 @@ class Weight:
     def code(self, lines: Lines) -> str:
         """Returns the bounded weight, not normalized, as PyTorch code."""
         rho = lines.ratio_of(self.over, self.level)
-        if self.normalize:
-            lines.of_update["mean_weight"] = "the mean weight"
-            trained = "mask" if self.level in PER_TOKEN_LEVELS else "mask.any(1)"
-            mean = f"weight[{trained}].mean()"
-            if self.level in TURN_LEVELS:
-                mean = "(weight / turn_length)[mask].sum() / (1 / turn_length)[mask].sum()"
-            mean = lines.define("mean", mean)
-            lines.define("mean_weight", f"torch.where({mean} > {MEAN_FLOOR}, {mean}, 1.0)")
         inside = f"({rho} >= {self.low}) & ({rho} <= {self.high})" if self.low > 0 else f"{rho} <= {self.high}"
         bounds = f"{self.low}, {self.high}" if self.low > 0 else f"max={self.high}"
         bounded = f"torch.where({inside}, {rho}, 0.0)" if self.bound == "mask" else f"{rho}.clamp({bounds})"
         return f"{bounded}.detach()" if self.over == "current" else bounded
+
+    def add_mean(self, lines: Lines) -> None:
+        """Adds the mean of `weight` over the whole update, which `normalize` divides by, to the lines."""
+        trained = "mask" if self.level in PER_TOKEN_LEVELS else "mask.any(1)"
+        mean = f"weight[{trained}].mean()"
+        if self.level in TURN_LEVELS:
+            mean = "(weight / turn_length)[mask].sum() / (1 / turn_length)[mask].sum()"
+        mean = lines.define("mean", mean)
+        lines.values["mean_weight"] = f"torch.where({mean} > {MEAN_FLOOR}, {mean}, 1.0)"
+        lines.of_update["mean_weight"] = "the mean weight"
 
     def definition(self) -> str:
         """Returns the definitions of the symbols in `equation`."""

@@ -9,7 +9,7 @@ advantages    advantages from rewards
 correct       weights, masks and mismatch as functions, for any loss
 
 To register a new mask or surrogate: export its class here, a mask from `corrections` too; give it a `kind` in `MASKS`
-or `SURROGATES` of `keywords`. A new number of one is a field of its class, checked in `__post_init__` and written in
+or `SURROGATES` of `keywords`. A new number of one is a field of its class, with its range (`within`), and written in
 `equation` and `code`; presets get it by a line of `keywords.Keywords`. CONTRIBUTING.md: tests, pages and presets.
 """
 

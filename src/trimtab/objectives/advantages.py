@@ -66,12 +66,11 @@ def advantages(
     values = rewards.detach().to(torch.float64)
     members = _group_numbers(groups).to(values.device)
     _check(values)
+    group = torch.zeros_like(members) if kind == "batch-mean" else torch.unique(members, return_inverse=True)[1]
     if kind == "optimal":
-        result = _optimal(values, members, 1.0 if value_beta is None else value_beta)
-    elif kind == "batch-mean":
-        result = _centered("dr-grpo", values, torch.zeros_like(members))
+        result = _optimal(values, group, 1.0 if value_beta is None else value_beta)
     else:
-        result = _centered(kind, values, members)
+        result = _centered(kind, values, group)
     # Not in the dtype of the rewards: 6e4 - (-6e4) is not a number of float16.
     return result.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32).unsqueeze(1)
 
@@ -155,13 +154,12 @@ def _check(rewards: Tensor) -> None:
         raise TrimtabError(f"reward {index} is {reward:g}, rewards must be finite and at most {MAX_REWARD:g}: {FAILED}")
 
 
-def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
-    group = torch.unique(members, return_inverse=True)[1]
+def _centered(kind: str, values: Tensor, group: Tensor) -> Tensor:
     size = _per_group(torch.ones_like(values), group, "sum")
     # Subtracting the group's smallest reward first makes equal rewards exactly 0, without rounding.
     shifted = values - _per_group(values, group, "amin")
     centered = shifted - _per_group(shifted, group, "sum") / size
-    if kind == "dr-grpo":
+    if kind in ("dr-grpo", "batch-mean"):
         return centered
     others = (size - 1).clamp(min=1)
     if kind == "rloo":
@@ -169,10 +167,9 @@ def _centered(kind: str, values: Tensor, members: Tensor) -> Tensor:
     return centered / ((_per_group(centered.square(), group, "sum") / others).sqrt() + STD_EPS)
 
 
-def _optimal(values: Tensor, members: Tensor, beta: Number) -> Tensor:
+def _optimal(values: Tensor, group: Tensor, beta: Number) -> Tensor:
     if not isinstance(beta, Real) or not 0 < beta <= sys.float_info.max:
         raise TrimtabError("value_beta must be a finite number above 0")
-    group = torch.unique(members, return_inverse=True)[1]
     size = _per_group(torch.ones_like(values), group, "sum")
     shifted = values - _per_group(values, group, "amax")
     return shifted - beta * (_per_group((shifted / beta).exp(), group, "sum") / size).log()

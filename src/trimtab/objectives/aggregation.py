@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_option
+from trimtab.corrections.arguments import CheckedFields, one_of
 from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
@@ -27,19 +27,18 @@ AGGREGATION_KINDS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", 
 
 
 @dataclass(frozen=True)
-class Aggregation:
+class Aggregation(CheckedFields):
     """How per-token losses are reduced to a scalar.
 
     kind: one of `AGGREGATION_KINDS`. denominator: `original` or `kept`. length_max: tokens, for `constant` only.
     """
 
-    kind: str = "token-mean"
-    denominator: str = "original"
+    kind: str = one_of(AGGREGATION_KINDS, "token-mean")
+    denominator: str = one_of(("original", "kept"), "original")
     length_max: int | None = None
 
     def __post_init__(self) -> None:
-        check_option(self, "kind", AGGREGATION_KINDS)
-        check_option(self, "denominator", ("original", "kept"))
+        super().__post_init__()
         if self.kind == "constant" and (self.length_max is None or self.length_max < 1):
             raise TrimtabError("aggregation 'constant' divides by length_max tokens: set length_max to 1 or more")
         if self.kind != "constant" and self.length_max is not None:
@@ -86,16 +85,14 @@ class Aggregation:
         kept = self.denominator == "kept" and losses == "losses"
         keep = keep if kept else "mask"
         length = f"{keep}.sum(1, keepdim=True).clamp(min=1)" if kept else "length"
-        rows = f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)" if kept else "max(len(mask), 1)"
-        count, words, value = {
-            "token-mean": ("tokens", "trained tokens", f"{keep}.sum().clamp(min=1)"),
-            "trained-mean-token-sum": (
-                "responses",
-                "responses with a trained token",
-                f"{keep}.any(1).sum().clamp(min=1)",
-            ),
-        }.get(self.kind, ("responses", "responses", rows))
-        count, words = ("kept", "the denominator without what is rejected") if kept else (count, words)
+        count, words = "responses", "responses"
+        value = f"({keep}.any(1) | ~mask.any(1)).sum().clamp(min=1)" if kept else "max(len(mask), 1)"
+        if self.kind == "token-mean":
+            count, words, value = "tokens", "trained tokens", f"{keep}.sum().clamp(min=1)"
+        elif self.kind == "trained-mean-token-sum":
+            words, value = "responses with a trained token", f"{keep}.any(1).sum().clamp(min=1)"
+        if kept:
+            count, words = "kept", "the denominator without what is rejected"
         lines.values[count], lines.of_update[count] = value, words
         total = f"({losses} / {length}).sum()" if self.kind == "seq-mean-token-mean" else f"{losses}.sum()"
         return f"{total} / ({count} * {self.length_max})" if self.kind == "constant" else f"{total} / {count}"

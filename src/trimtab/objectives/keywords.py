@@ -83,6 +83,9 @@ UNSET = " (unset it where a recipe's base sets it)"
 """Ends a message that asks to leave a keyword out."""
 
 PART_KEYS = ("ratio", "surrogate", "weight", "mask", "centering")
+TABLES = {"ratio": Ratio, "weight": Weight}
+PLAIN = {"centering": bool, "advantage": str}
+"""Types of what is given without a `kind`: parts, and what is no part."""
 
 SURROGATES: dict[str, type[Surrogate]] = {
     "clipped": Clipped,
@@ -205,16 +208,10 @@ def parse_parts(base: Objective, given: Mapping[str, Any]) -> dict[str, Any]:
         itself; `mask` is a list and `centering` a bool. `advantage` beside them is a kind.
     Raises `TrimtabError` for unknown names and wrong types.
     """
-    built = {}
-    if "ratio" in given:
-        built["ratio"] = _parse_part("ratio", Ratio, given["ratio"])
+    built = {key: _parse_part(key, kind, given[key]) for key, kind in TABLES.items() if key in given}
+    built |= {key: convert(key, given[key], kind) for key, kind in PLAIN.items() if key in given}
     if "surrogate" in given:
         built["surrogate"] = _parse_kind("surrogate", SURROGATES, Surrogate, given["surrogate"])
-    if "weight" in given:
-        built["weight"] = _parse_part("weight", Weight, given["weight"])
-    for key, kind in (("centering", bool), ("advantage", str)):
-        if key in given:
-            built[key] = convert(key, given[key], kind)
     if "mask" in given:
         masks = given["mask"]
         if isinstance(masks, Mapping | str) or not isinstance(masks, Sequence):

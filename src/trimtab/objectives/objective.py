@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_advantage, check_option, check_range
+from trimtab.corrections.arguments import CheckedFields, check_advantage, one_of, within
 from trimtab.corrections.code_lines import Lines, write
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
@@ -47,7 +47,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(CheckedFields):
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
     centering: whether the expected score under the sampler is subtracted (regularizers.py).
@@ -64,12 +64,13 @@ class Objective:
     aggregation: Aggregation = field(default_factory=Aggregation)
     kl: KL = field(default_factory=KL)
     centering: bool = False
-    entropy_coef: Number = 0.0
-    advantage: str = "grpo"
+    entropy_coef: Number = within("[0, inf)", 0.0)
+    advantage: str = one_of(ADVANTAGE_KINDS, "grpo")
     notes: tuple[str, ...] = ()
     source: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _validate_parts(self)
         if self.weight is not None and self.ratio.over == "behavior":
             raise TrimtabError(
@@ -81,8 +82,6 @@ class Objective:
             raise TrimtabError(refused)
         if self.centering:
             Centering.of(self.ratio, self.surrogate, corrected=self._has_correction)
-        check_option(self, "advantage", ADVANTAGE_KINDS)
-        check_range(self, "[0, inf)", "entropy_coef")
         if self._counts_kept and not self.rejects:
             raise TrimtabError('nothing is rejected, so denominator = "kept" has no effect: leave it out')
 
@@ -120,7 +119,7 @@ class Objective:
         """The subset of `current` and `proximal` that `prepare` reads; without either, a forward pass is saved."""
         reads = {"current", self.ratio.over} if self.surrogate.collects else set()
         if self._correction_spans_update:
-            reads |= self._correction_needs(self._masks_of_prepare)
+            reads |= self._correction_needs(self.masks if self._counts_kept else ())
         return frozenset(reads & {"current", "proximal"})
 
     @property
@@ -154,11 +153,6 @@ class Objective:
         """Whether the correction needs statistics of the whole update."""
         return self._counts_kept or (self.weight is not None and self.weight.normalize)
 
-    @property
-    def _masks_of_prepare(self) -> tuple[Mask, ...]:
-        """The masks that `prepare` applies: without a count of what they keep, none."""
-        return self.masks if self._counts_kept else ()
-
     def _correction_needs(self, masks: tuple[Mask, ...]) -> frozenset[str]:
         """Returns the fields of `PolicyLogps` that the weight and these masks read."""
         parts = (*masks, *([] if self.weight is None else [self.weight]))
@@ -172,8 +166,8 @@ class Objective:
         """
         _check_arguments(logps, advantage, None)
         sequences = logps.sequences
-        spans_update = self._correction_spans_update
-        correction = self._correct(logps, advantage, self._masks_of_prepare) if spans_update else None
+        masks = self.masks if self._counts_kept else ()  # what they keep is not read otherwise
+        correction = self._correct(logps, advantage, masks) if self._correction_spans_update else None
         terms = self._terms(logps, advantage, sequences) if self.surrogate.collects else None
         return self._state(sequences, correction, terms)
 
@@ -258,7 +252,10 @@ class Objective:
         values, weight, policy = lines.values, self.weight, "-surrogate"
         if weight is not None:
             values["weight"] = weight.code(lines)
-            policy = "-weight / mean_weight * surrogate" if weight.normalize else "-weight * surrogate"
+            policy = "-weight * surrogate"
+            if weight.normalize:
+                weight.add_mean(lines)
+                policy = "-weight / mean_weight * surrogate"
         values["surrogate"] = self.surrogate.code(lines)
         conditions, keep = [rule.code(lines) for rule in self.masks], "mask"
         if self._counts_kept and weight is not None and weight.rejects:

@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_batch, check_option, check_tensor
+from trimtab.corrections.arguments import CheckedFields, check_batch, check_tensor, one_of
 from trimtab.corrections.ratios import LEVELS
 from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(CheckedFields):
     """The ratio current/proximal or current/behavior.
 
     level: token; sequence, turn (a model turn) or prefix (the tokens up to this one), which are products; or
@@ -25,12 +25,8 @@ class Ratio:
     over: the denominator, proximal or behavior.
     """
 
-    level: str = "token"
-    over: str = "proximal"
-
-    def __post_init__(self) -> None:
-        check_option(self, "level", LEVELS)
-        check_option(self, "over", ("proximal", "behavior"))
+    level: str = one_of(LEVELS, "token")
+    over: str = one_of(("proximal", "behavior"), "proximal")
 
 
 @dataclass(frozen=True, eq=False)

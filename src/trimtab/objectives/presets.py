@@ -21,6 +21,7 @@ from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforc
 SAMPLER = Ratio("token", "behavior")
 BY_SEQUENCE = Aggregation("seq-mean-token-mean")
 FIXED_LENGTH = Aggregation("constant", length_max=1024)
+NEAR_ONE = (Band("geometric", 0.99, 1.01),)
 PERTURBED = (
     "π has noise, μ none: layer l reads h_l + σ_l·ε_l, ε_l ~ N(0, I), drawn anew for every token of every update",
     "minimized is the expectation of this loss over ε, by one draw for an update; all other forwards have no noise",
@@ -125,20 +126,14 @@ _PRESETS = (
         source="IcePop: Ring-1T, arXiv 2510.18855.",
     ),
     Preset(
-        Objective("geo-mask", Ratio(), Clipped(), masks=(Band("geometric", 0.99, 1.01),)),
+        Objective("geo-mask", Ratio(), Clipped(), masks=NEAR_ONE),
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="PPO without the responses whose geometric mean ratio is outside a band.",
         when="Use it to reject responses that drifted as a whole; fit the band to the length of yours.",
         source="Miles' mismatch report, with [0.99, 1.001]; the band is that of SkyRL's examples.",
     ),
     Preset(
-        Objective(
-            "geo-mask-token-tis",
-            Ratio(),
-            Clipped(),
-            Weight("token", "clip", 0.5, 2.0),
-            masks=(Band("geometric", 0.99, 1.01),),
-        ),
+        Objective("geo-mask-token-tis", Ratio(), Clipped(), Weight("token", "clip", 0.5, 2.0), NEAR_ONE),
         mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="`geo-mask` times a clipped weight per token.",
         when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`.",

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_option, check_range
+from trimtab.corrections.arguments import one_of, within
 from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import PREFIX_LEVELS, Number, bounded
 from trimtab.objectives.aggregation import Aggregation
@@ -30,15 +30,10 @@ class GrowingClip(Surrogate):
     """
 
     bounds_ratio = True
-    low: Number = 0.025
-    high: Number = 0.05
-    dual: Number | None = 0.05
-    power: Number = 0.5
-
-    def __post_init__(self) -> None:
-        check_range(self, "[0, inf]", "low", "high")
-        check_range(self, "(0, inf]", "dual", optional=True)
-        check_range(self, "(-inf, inf)", "power")
+    low: Number = within("[0, inf]", 0.025)
+    high: Number = within("[0, inf]", 0.05)
+    dual: Number | None = within("(0, inf]", 0.05, optional=True)
+    power: Number = within("(-inf, inf)", 0.5)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         scale = terms.sequences.positions.clamp(min=1).to(terms.log_ratio.dtype) ** self.power
@@ -85,12 +80,8 @@ class Banded(Surrogate):
     """
 
     bounds_ratio = True
-    low: Number = 0.2
-    high: Number = 0.2
-
-    def __post_init__(self) -> None:
-        check_range(self, "[0, 1]", "low")
-        check_range(self, "[0, inf]", "high")
+    low: Number = within("[0, 1]", 0.2)
+    high: Number = within("[0, inf]", 0.2)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio = terms.ratio
@@ -115,12 +106,8 @@ class AgedClip(Surrogate):
 
     reads = frozenset({"age"})
     bounds_ratio = True
-    low: Number = 0.2
-    high: Number = 0.2
-
-    def __post_init__(self) -> None:
-        check_range(self, "[0, 1)", "low")
-        check_range(self, "[0, inf]", "high")
+    low: Number = within("[0, 1)", 0.2)
+    high: Number = within("[0, inf]", 0.2)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         assert terms.age is not None
@@ -167,12 +154,8 @@ class SecondMoment(Surrogate):
 
     collects = True
     bounds_ratio = True
-    tau: Number = 0.04
-    form: str = "cap"
-
-    def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", "tau")
-        check_option(self, "form", ("cap", "mask"))
+    tau: Number = within("(0, inf)", 0.04)
+    form: str = one_of(("cap", "mask"), "cap")
 
     def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
         """Returns |log-ratio| of the tokens in the second moment, negative for all others. No gradient."""

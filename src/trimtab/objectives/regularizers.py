@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import check_option, check_range
+from trimtab.corrections.arguments import CheckedFields, one_of, within
 from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError
@@ -41,15 +41,11 @@ MASS_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
-class KL:
+class KL(CheckedFields):
     """A KL estimator (one of `KL_KINDS`) and its coefficient; 0 disables the term."""
 
-    kind: str = "k3"
-    coef: Number = 0.0
-
-    def __post_init__(self) -> None:
-        check_option(self, "kind", KL_KINDS)
-        check_range(self, "[0, inf)", "coef")
+    kind: str = one_of(KL_KINDS, "k3")
+    coef: Number = within("[0, inf)", 0.0)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_range
+from trimtab.corrections.arguments import within
 from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
@@ -39,11 +39,8 @@ class SoftGate(Surrogate):
     """
 
     bounds_ratio = True
-    positive: Number = 1.0
-    negative: Number = 1.05
-
-    def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", "positive", "negative")
+    positive: Number = within("(0, inf)", 1.0)
+    negative: Number = within("(0, inf)", 1.05)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         advantage = terms.advantage
@@ -75,13 +72,13 @@ class GammaWeight(Surrogate):
     those of its code and of TRL, (k1, k2) = (2, 3) for A >= 0 and (3, 2) for A < 0.
     """
 
-    k1_positive: Number = 2.0
-    k2_positive: Number = 3.0
-    k1_negative: Number = 3.0
-    k2_negative: Number = 2.0
+    k1_positive: Number = within("[0, inf)", 2.0)
+    k2_positive: Number = within("[0, inf)", 3.0)
+    k1_negative: Number = within("[0, inf)", 3.0)
+    k2_negative: Number = within("[0, inf)", 2.0)
 
     def __post_init__(self) -> None:
-        check_range(self, "[0, inf)", "k1_positive", "k2_positive", "k1_negative", "k2_negative")
+        super().__post_init__()
         for k1, k2 in ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative)):
             if _largest_exponent(k1, k2) > LOG_RATIO_BOUND:
                 raise TrimtabError(
@@ -141,11 +138,8 @@ class GeometricClip(Surrogate):
     """
 
     per_response = True
-    low: Number = 0.4
-    high: Number = 0.4
-
-    def __post_init__(self) -> None:
-        check_range(self, "[0, inf]", "low", "high")
+    low: Number = within("[0, inf]", 0.4)
+    high: Number = within("[0, inf]", 0.4)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         log, advantage = terms.token_log_ratio, terms.advantage
@@ -183,10 +177,7 @@ class QuadraticPenalty(Surrogate):
 
     reads = frozenset({"behavior"})
     bounds_ratio = True
-    epsilon: Number = 0.15
-
-    def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", "epsilon")
+    epsilon: Number = within("(0, inf)", 0.15)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         assert terms.behavior is not None

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_range
+from trimtab.corrections.arguments import CheckedFields, within
 from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.corrections.reduce import Sequences
@@ -69,7 +69,7 @@ class Terms:
 Value = tuple[Float[Tensor, "batch time"], dict[str, Mergeable]]
 
 
-class Surrogate(ABC):
+class Surrogate(CheckedFields, ABC):
     """The base class of policy terms. A subclass is a frozen dataclass with `__call__` and `equation`.
 
     reads: fields of `PolicyLogps` read besides `current` and the ratio's denominator.
@@ -139,14 +139,9 @@ class Clipped(Surrogate):
     """
 
     bounds_ratio = True
-    low: Number = 0.2
-    high: Number = 0.2
-    dual: Number | None = None
-
-    def __post_init__(self) -> None:
-        check_range(self, "[0, 1]", "low")
-        check_range(self, "[0, inf]", "high")
-        check_range(self, "(1, inf]", "dual", optional=True)
+    low: Number = within("[0, 1]", 0.2)
+    high: Number = within("[0, inf]", 0.2)
+    dual: Number | None = within("(1, inf]", None, optional=True)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio, advantage = terms.ratio, terms.advantage
@@ -182,10 +177,7 @@ class Reinforce(Surrogate):
     """
 
     bounds_ratio = True
-    ceiling: Number = 5.0
-
-    def __post_init__(self) -> None:
-        check_range(self, "[1, inf]", "ceiling")
+    ceiling: Number = within("[1, inf]", 5.0)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         ratio = terms.ratio.detach()
@@ -212,10 +204,7 @@ class Regression(Surrogate):
     per_response = True
     single_policy = True
     learns_without_advantage = True
-    beta: Number = 1e-3
-
-    def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", "beta")
+    beta: Number = within("(0, inf)", 1e-3)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         log = terms.log_ratio.detach()
@@ -254,10 +243,7 @@ class Shaped(Surrogate):
     """
 
     reads = frozenset({"off_policy"})
-    gamma: Number = 0.1
-
-    def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", "gamma")
+    gamma: Number = within("(0, inf)", 0.1)
 
     def __call__(self, terms: Terms, state: State) -> Value:
         # pi / (pi + gamma) = sigmoid(log pi - log gamma), which cannot overflow.
