@@ -156,11 +156,15 @@ def assert_same(actual: list[list[Completion]], expected: list[list[Completion]]
         assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
         for name in ("response_ids", "policy_version", "sampled", "logp_behavior", "entropy"):
             a, b = getattr(one, name), getattr(other, name)
+            if a is None or b is None:
+                assert a is b, name
+                continue
             assert a.dtype == b.dtype
             if atol is None or a.dtype != np.float32:
                 assert a.tobytes() == b.tobytes(), name
             else:
                 np.testing.assert_allclose(a, b, atol=atol)
+        assert (one.sampling_mask is None) == (other.sampling_mask is None)
         for a, b in zip(one.sampling_mask or (), other.sampling_mask or (), strict=True):
             assert a.tolist() == b.tolist()
 
