@@ -38,7 +38,7 @@ class Snapshots(Feature):
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         # The trained parameters themselves: with LoRA the adapters.
-        self._weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._weights: Weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._max_age = config.trainer.max_age
         self._snapshots: dict[int, Weights] = {}
 
