@@ -92,7 +92,8 @@ class Hook:
 
 
 _CALCULATE = (
-    "set actor_rollout_ref.rollout.calculate_log_probs=True and algorithm.rollout_correction.rollout_is=trimtab"
+    "set actor_rollout_ref.rollout.calculate_log_probs=True and algorithm.rollout_correction.rollout_is=trimtab, "
+    "without bypass_mode"
 )
 
 HOOKS: dict[str, Hook] = {
@@ -108,18 +109,13 @@ HOOKS: dict[str, Hook] = {
         whole_update=True,
         remedies={"reference": "there is no reference model, leave kl_coef out"},
     ),
-    "verl": Hook(
-        "verl", POLICIES, remedies={"behavior": _CALCULATE, "reference": "use actor.use_kl_loss"}, terms=False
-    ),
+    "verl": Hook("verl", POLICIES, terms=False, remedies={"behavior": _CALCULATE}),
     "prime-rl": Hook("prime-rl", POLICIES | {"reference"}, aggregations=("token-mean",)),
     "skyrl": Hook(
         "SkyRL",
         POLICIES,
         terms=False,
-        remedies={
-            "behavior": "set generator.sampling_params.logprobs=0 (0: that of the sampled token alone)",
-            "reference": "use trainer.algorithm.use_kl_loss",
-        },
+        remedies={"behavior": "set generator.sampling_params.logprobs=0 (0: that of the sampled token alone)"},
     ),
     "nemo-rl": Hook(
         "NeMo-RL", POLICIES | {"reference"}, aggregations=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")

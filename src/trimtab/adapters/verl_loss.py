@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse
+from trimtab.adapters.hooks import SETTINGS, build, chosen, hook, refuse
 from trimtab.adapters.micro_batch import averaged, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective
@@ -143,10 +143,7 @@ def _sampler_logps(built: Objective, carried: Tensor | None, mask: Tensor) -> Te
     if "behavior" not in built.needs:
         return None
     if carried is None:
-        raise TrimtabError(
-            f"{built.name} reads the sampler's log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True "
-            f"and algorithm.rollout_correction.rollout_is={CARRY_LOGPS}, without bypass_mode"
-        )
+        raise hook("verl").absent(built.name, "behavior")
     if bool((carried[mask] > 0).any()):
         raise TrimtabError(
             f"rollout_is_weights holds weights, not the sampler's log-probs that {built.name} reads: set "

@@ -62,7 +62,6 @@ K3: Mapping[str, tuple[str, Callable[[float], float]]] = {
 }
 """Quantities that measure the mismatch, the best first: what k3 is in relation to it, and k3 itself for small d."""
 
-
 _EVALUATION = {"eval", "val", "validation", "test"}
 ROUNDING, FACTOR = 5e-3, 2.0
 """Room for values that were logged with two decimals, and for sums of other precision."""

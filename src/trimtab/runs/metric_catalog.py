@@ -16,9 +16,6 @@ from typing import Any, Literal
 
 K3 = "mismatch/k3"
 
-ValueState = Literal["healthy", "outside", ""]
-"""Whether a value is inside or outside its healthy band; empty if not judged (no band, or not a number)."""
-
 
 @dataclass(frozen=True)
 class ScalePart:
@@ -101,8 +98,8 @@ def with_verdict(role: str) -> dict[str, str]:
     return {row.key: row.called for part in sections() for row in part.metrics if row.verdict == role}
 
 
-def judge(key: str, value: Any) -> ValueState:
-    """Returns the state of the metric `key` at `value` by its healthy band.
+def judge(key: str, value: Any) -> Literal["healthy", "outside", ""]:
+    """Returns the state of the metric `key` at `value` by its healthy band; empty without a band, or a number.
 
     For a row with `of`, `value` is the share.
     """
