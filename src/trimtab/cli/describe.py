@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import AllowCode, Json, Recipe, Sets, echo, print_json, print_pairs, print_result
+from trimtab.cli.output import AllowCode, Json, Recipe, Sets, pairs, print_result
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code
 
@@ -36,10 +36,7 @@ def recipes(
         print_result(as_json, Config.model_json_schema(), recipe_keys.text().removesuffix("\n"))
         return
     described = {name: load_config(name).description for name in recipe_names()}
-    if as_json:
-        print_json(described)
-    else:
-        print_pairs(described)
+    print_result(as_json, described, pairs(described))
 
 
 def show(recipe: Recipe, sets: Sets = None, as_json: Json = False) -> None:
@@ -155,17 +152,13 @@ def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as
         does = "--set changes" if sets else "--code prints" if code else "--for prints"
         raise TrimtabError(f"{does} one objective: name it")
     described = {name: preset.does for name, preset in PRESETS.items()}
-    if as_json:
-        print_json(described)
-        return
-    print_pairs(described)
-    echo("\nWhich one when (the first line that fits; `trimtab diagnose` says which fits your run):")
+    lines = ["\nWhich one when (the first line that fits; `trimtab diagnose` says which fits your run):"]
     for row in choices():
         taken = f"{row.preset}, bounds: {row.bounds}" if row.preset else "nothing: repair it first"
-        echo(f"\n{row.when}\n  {taken}")
-        if row.regime:
-            other = f", grpo {row.uncorrected}" if row.uncorrected else ""
-            echo(f"  accuracy with {row.regime}: {row.accuracy}{other}")
+        other = f", grpo {row.uncorrected}" if row.uncorrected else ""
+        lines += ["", row.when, f"  {taken}"]
+        lines += [f"  accuracy with {row.regime}: {row.accuracy}{other}"] if row.regime else []
+    print_result(as_json, described, "\n".join([pairs(described), *lines]))
 
 
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:

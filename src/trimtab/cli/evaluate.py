@@ -202,7 +202,7 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
     from trimtab.trainer.config import load_config
 
     runs = [load_config(name).engine.dtype for name in _recipes_of(sources)]
-    known = sorted({*runs, *(choice.dtype for choice in choices if choice.dtype is not None)})
+    known = sorted({*runs, *filter(None, (choice.dtype for choice in choices))})
     if len(known) > 1:
         raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")
     return known[0] if known else "bfloat16"

@@ -124,11 +124,10 @@ def print_result(as_json: bool, value: Mapping[str, Any], text: str) -> None:
         echo(text)
 
 
-def print_pairs(pairs: Mapping[str, Any]) -> None:
-    """Print `name  value` lines with aligned values."""
-    width = max((len(name) for name in pairs), default=0)
-    for name, value in pairs.items():
-        echo(f"{name:<{width}}  {value}")
+def pairs(values: Mapping[str, Any]) -> str:
+    """Returns `name  value` lines with aligned values."""
+    width = max(map(len, values), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
 
 
 def usable_cores() -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.output import Json, echo, print_json
+from trimtab.cli.output import Json, echo, print_result
 from trimtab.runs.layout import REPORT
 
 
@@ -41,12 +41,8 @@ def report(
         folder = out or (runs[0] if len(runs) == 1 else runs[0].parent)
         found = comparison.compare(run_paths)
         data = {"report": comparison.write_page(found, folder / REPORT), **comparison.as_data(found)}
-    if as_json:
-        print_json(data)
-        return
-    if "verdict" in data:
-        for line in filter(None, (data["verdict"]["text"], data["verdict"]["note"])):
-            echo(line)
-    echo(f"report: {data['report']}")
-    for line in data.get("warnings", ()):
+    verdict = data.get("verdict", {"text": "", "note": ""})
+    lines = filter(None, (verdict["text"], verdict["note"], f"report: {data['report']}"))
+    print_result(as_json, data, "\n".join(lines))
+    for line in () if as_json else data.get("warnings", ()):
         echo(f"note: {line}", err=True)

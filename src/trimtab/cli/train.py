@@ -73,10 +73,10 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
         raise TrimtabError("a comparison starts other processes (compare.workers): run it without torchrun")
     with open_display(RunsDisplay, to_stderr=to_stderr) as observer:
         runs = run_recipe_comparison(config, out, observer, resume=resume)
-    comparison = compare([run for of in runs.values() for run in of])
+    comparison = compare(runs)
     page = write_page(comparison, out / REPORT)
     echo("\n".join([*closing_lines(held_out(comparison.groups)), f"report: {page}"]), err=to_stderr)
-    return {str(run.relative_to(out)): read_steps(run)[-1] for of in runs.values() for run in of}
+    return {str(run.relative_to(out)): read_steps(run)[-1] for run in runs}
 
 
 def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = False) -> None:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 TOKENS = 1024
 """Tokens of one forward pass; a longer response is passed in parts. Their logits take tokens x vocabulary x 4 bytes."""
-NO_PROMPT_START = "open-instruct"
-"""The framework whose files leave out the first token of each prompt."""
 OnProgress = Callable[[int, int], None]
 """Called with the number of responses that are scored and of all."""
 TOKEN_COLUMNS = {
@@ -96,7 +94,7 @@ def _check_ids(table: TokenTable, framework: str) -> None:
     """Raises `TrimtabError` unless each response has its ids and those of its prompt."""
     if table.ids is None:
         raise TrimtabError("the files have no ids of responses: name their column with --columns response_ids=COLUMN")
-    if framework == NO_PROMPT_START:
+    if framework == "open-instruct":
         raise TrimtabError(f"the files of {framework} leave out the first token of each prompt: nothing can be scored")
     assert table.prompt_ids is not None, "read with prompts"
     missing = sum(prompt is None or not len(prompt) for prompt in table.prompt_ids)

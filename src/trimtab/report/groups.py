@@ -64,8 +64,7 @@ def group_runs(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     """Returns the runs grouped by their recipe without seed and output folder, and notes about reading them.
 
     Groups are in the order of their first run; a path given twice counts once. Runs without a finished step are left
-    out, with a note. Raises `TrimtabError` when none is left or a file is
-    damaged.
+    out, with a note. Raises `TrimtabError` when none is left or a file is damaged.
     """
     unique = list({path.resolve(): path for path in paths}.values())
     started = [path for path in unique if _has_step(path)]

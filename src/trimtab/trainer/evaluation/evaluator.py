@@ -45,7 +45,7 @@ def evaluate(
     samples: int = 1,
     sampling: SamplingParams,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
     context: int | None = None,
     episodes: EpisodeRunner | None = None,
 ) -> EvalResult:
@@ -77,8 +77,7 @@ def evaluate(
         sampled = _sample(engine, fitting, samples, sampling, (seed, number), episodes)
         answers = dict(zip(fitting, sampled, strict=True))
         counts.add(batch, [answers.get(i) for i in range(first, first + len(batch))], samples, scorer)
-        if progress is not None:
-            progress(first + len(batch), len(problems))
+        progress(first + len(batch), len(problems))
     if not counts.problems:
         raise TrimtabError(f"task {task.name!r}: not one sample could be scored; the first failure: {counts.errors[0]}")
     return EvalResult(
@@ -249,7 +248,7 @@ def compare(
     specs: Sequence[TaskSpec | str],
     settings: Settings,
     *,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] = lambda _what, _done, _all: None,
     notes: Sequence[str] = (),
 ) -> Results:
     """Measures every model on every task with the embedded engine.
@@ -261,9 +260,7 @@ def compare(
         notes: lines below the tables, besides those of the tasks.
     """
     modes = settings.modes()
-    model_specs = [
-        ModelSpec(model, partial(nullcontext, model)) if isinstance(model, str) else model for model in models
-    ]
+    model_specs = [ModelSpec(one, partial(nullcontext, one)) if isinstance(one, str) else one for one in models]
     task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
     _require_distinct("model", [spec.label for spec in model_specs])
     measured: dict[tuple[str, str, str], EvalResult] = {}
@@ -310,8 +307,7 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
 
 
 def _require_distinct(kind: str, labels: Sequence[str]) -> None:
-    twice = next((label for number, label in enumerate(labels) if label in labels[:number]), None)
-    if twice is not None:
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
@@ -335,7 +331,7 @@ def _measure(
     prepared: _PreparedTask,
     settings: Settings,
     mode: Mode,
-    progress: Callable[[str, int, int], None] | None,
+    progress: Callable[[str, int, int], None],
 ) -> EvalResult:
     sampling = SamplingParams(
         temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
@@ -348,10 +344,8 @@ def _measure(
         longest_prompt = None if sampler.context is None else sampler.context - sampling.max_tokens
         encode = partial(tasks.encode, prepared.task)
         episodes = prepared.environment.runner(sampler.tokenizer, sampling.max_tokens, encode, longest_prompt)
-    on_batch = None
-    if progress is not None:
-        on_batch = partial(progress, f"{sampler.label} · {prepared.label} · {mode}")
-        on_batch(0, len(prepared.problems))
+    on_batch = partial(progress, f"{sampler.label} · {prepared.label} · {mode}")
+    on_batch(0, len(prepared.problems))
     result = evaluate(
         sampler.engine,
         sampler.tokenizer,

@@ -7,11 +7,11 @@ the settings are the same. `results.parquet` is the table of all results.
 
 from __future__ import annotations
 
-import queue
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from trimtab.trainer.stop import Stop
 if TYPE_CHECKING:
     from trimtab.trainer.display import RunsDisplay
 
-POLL_INTERVAL = 0.5  # seconds between checks for a stop signal
+POLL_INTERVAL = 0.05  # seconds between looks at the workers and for a stop signal
 REFUSED = "refused"
 FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 
@@ -47,8 +47,8 @@ def run_experiment(
         return train_all(recipes, workers=workers, observer=observer, keep=keep, save=save)
 
 
-def run_recipe_comparison(config: Config, out: Path, observer: RunsDisplay, *, resume: bool) -> dict[str, list[Path]]:
-    """Trains every objective of `[compare]` with every seed into `out/<objective>/seed<k>`; returns these by objective.
+def run_recipe_comparison(config: Config, out: Path, observer: RunsDisplay, *, resume: bool) -> list[Path]:
+    """Trains every objective of `[compare]` with every seed and returns their folders, `out/<objective>/seed<k>`.
 
     Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
     failed or diverged.
@@ -66,7 +66,7 @@ def run_recipe_comparison(config: Config, out: Path, observer: RunsDisplay, *, r
     for name, result in results.items():
         if result.status != "done":
             raise TrimtabError(f"{name}: {result.error}")
-    return {name: [out / name / f"seed{seed}" for seed in config.compare.seeds] for name in config.compare.objectives}
+    return [out / name / f"seed{seed}" for name in config.compare.objectives for seed in config.compare.seeds]
 
 
 def train_all(
@@ -89,87 +89,64 @@ def train_all(
     finished = {name: result for name, config in recipes.items() if (result := read_result(config)) is not None}
     save(finished)
     observer.planned(recipes, finished)
-    waiting: queue.SimpleQueue[tuple[str, Config]] = queue.SimpleQueue()
-    events: queue.SimpleQueue[tuple[str, int | RunSummary]] = queue.SimpleQueue()
-    for name, config in recipes.items():
-        if name not in finished:
-            waiting.put((name, config))
-    pool = [_Worker(waiting, events, keep) for _ in range(min(workers, waiting.qsize()))]
+    waiting = deque(name for name in recipes if name not in finished)
+    pool = [_Worker(_start_process()) for _ in range(min(workers, len(waiting)))]
     stop = Stop()
     try:
         with stop.signals(), stop.finishing():
             while len(finished) < len(recipes):
                 if stop.signal_number is not None:
                     for worker in pool:
-                        worker.end(after_step=True)
+                        worker.process.process.terminate()
                     for worker in pool:
                         worker.process.process.wait()
                     raise Stopped(stop.signal_number)
-                with suppress(queue.Empty):
-                    name, news = events.get(timeout=POLL_INTERVAL)
-                    if isinstance(news, RunSummary):
-                        finished[name] = news
-                        save(finished)
-                        observer.finished(name, news)
-                    else:
-                        observer.progress(name, news)
+                for worker in pool:
+                    if not worker.run and waiting:
+                        worker.begin(waiting.popleft(), recipes, keep)
+                    while worker.run and (news := worker.news()) is not None:
+                        if isinstance(news, RunSummary):
+                            finished[worker.run] = news
+                            save(finished)
+                            observer.finished(worker.run, news)
+                            worker.run = ""
+                        else:
+                            observer.progress(worker.run, news)
+                time.sleep(POLL_INTERVAL)
     finally:
         for worker in pool:
-            worker.end(after_step=False)
+            worker.process.kill()
     return {name: finished[name] for name in recipes}
 
 
+@dataclass
 class _Worker:
-    """One process and the thread that sends it jobs; if the process dies, its run fails and it is replaced."""
+    """One process and the name of the run that it trains; if the process dies, its run fails and it is replaced."""
 
-    def __init__(
-        self,
-        waiting: queue.SimpleQueue[tuple[str, Config]],
-        events: queue.SimpleQueue[tuple[str, int | RunSummary]],
-        keep: bool,
-    ) -> None:
-        self._waiting, self._events, self._keep_runs = waiting, events, keep
-        self._lock = threading.Lock()
-        self._stopped = False
-        self.process = _start_process()
-        threading.Thread(target=self._run_jobs, daemon=True).start()
+    process: WorkerProcess
+    run: str = ""
+    failure: str = ""
 
-    def end(self, *, after_step: bool) -> None:
-        """Gives the process no further job and ends it, at once or after its current step."""
-        with self._lock:
-            self._stopped = True
-            if after_step:
-                self.process.process.terminate()
-            else:
-                self.process.kill()
-
-    def _run_jobs(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                name, config = self._waiting.get_nowait()
-                result = self._run_job(name, config)
-                with self._lock:
-                    if self._stopped:
-                        return
-                self._events.put((name, result))
-
-    def _run_job(self, name: str, config: Config) -> RunSummary:
+    def begin(self, run: str, recipes: Mapping[str, Config], keep: bool) -> None:
+        self.run, self.failure = run, ""
         try:
-            with self._lock:
-                if not self._stopped and self.process.process.poll() is not None:
-                    self.process = _start_process()
+            if self.process.process.poll() is not None:
+                self.process = _start_process()
         except OSError as error:
-            return RunSummary("failed", f"its process could not be started ({error})")
+            self.failure = f"its process could not be started ({error})"
+            return
+        with suppress(OSError):  # it has ended, which `news` says
+            self.process.send((recipes[run], keep, provenance.command()))
+
+    def news(self) -> int | RunSummary | None:
+        """Returns the number of a finished step, or the result of the run; None while there is nothing new."""
+        if self.failure:
+            return RunSummary("failed", self.failure)
         try:
-            self.process.send((config, self._keep_runs, provenance.command()))
-            while True:
-                message = self.process.receive()
-                assert message is not None, "this worker sends no heartbeats"
-                if isinstance(message.content, RunSummary):
-                    return message.content
-                self._events.put((name, message.content))
+            message = self.process.receive(timeout=0)
         except (EOFError, OSError):
             return RunSummary("failed", f"its process {self.process.exit_reason()}")
+        return None if message is None else message.content
 
 
 def _start_process() -> WorkerProcess:
