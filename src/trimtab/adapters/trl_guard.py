@@ -9,6 +9,7 @@ Steps are those of the monitor, judged one optimizer step later. Without a sign 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from collections.abc import Mapping
@@ -187,8 +188,13 @@ class ReturnAtSign(TrainerCallback):
 
 def copied(value: Any) -> Any:
     """Returns a copy of dictionaries, lists and tuples whose tensors are new ones on the CPU."""
-    apply = importlib.import_module("accelerate.utils").recursively_apply
-    return apply(lambda tensor: tensor.detach().to("cpu", copy=True), value)
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([copied(one) for one in value])
+    return copy.deepcopy(value)
 
 
 def checkpoint_advice(folder: Path, healthy: int) -> str:
