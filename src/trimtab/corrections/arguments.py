@@ -92,9 +92,13 @@ def check_range(part: object, name: str, interval: str, optional: bool = False) 
 
 
 class CheckedFields:
-    """The base class of parts: frozen dataclasses whose fields by `one_of` and `within` are checked."""
+    """The base class of parts, frozen dataclasses: a new one checks its fields made by `one_of` and `within`."""
 
     def __post_init__(self) -> None:
+        self.check_fields()
+
+    def check_fields(self) -> None:
+        """Raises `TrimtabError` naming a field with another value; for a `__post_init__` that checks more."""
         for item in fields(cast(Any, self)):
             if "check" in item.metadata:
                 check, *what = item.metadata["check"]

@@ -141,7 +141,7 @@ class Band(Mask):
     over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check_fields()
         check_option(self, "level", LEVELS)
         check_bounds(self.min, self.max, "Band")
 

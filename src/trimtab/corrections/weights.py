@@ -46,7 +46,7 @@ class Weight(CheckedFields):
     over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check_fields()
         check_bounds(self.low, self.high, "Weight")
         if self.bound == "truncate" and self.low > 0:
             raise TrimtabError("Weight: truncate has no lower bound; use bound='clip' for min and max")

@@ -38,7 +38,7 @@ class Aggregation(CheckedFields):
     length_max: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check_fields()
         if self.kind == "constant" and (self.length_max is None or self.length_max < 1):
             raise TrimtabError("aggregation 'constant' divides by length_max tokens: set length_max to 1 or more")
         if self.kind != "constant" and self.length_max is not None:

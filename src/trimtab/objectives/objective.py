@@ -70,7 +70,7 @@ class Objective(CheckedFields):
     source: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check_fields()
         _validate_parts(self)
         if self.weight is not None and self.ratio.over == "behavior":
             raise TrimtabError(

@@ -78,7 +78,7 @@ class GammaWeight(Surrogate):
     k2_negative: Number = within("[0, inf)", 2.0)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check_fields()
         for k1, k2 in ((self.k1_positive, self.k2_positive), (self.k1_negative, self.k2_negative)):
             if _largest_exponent(k1, k2) > LOG_RATIO_BOUND:
                 raise TrimtabError(
