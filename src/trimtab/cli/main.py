@@ -102,13 +102,24 @@ def _root(
             )
 
 
-# In the order of `COMMANDS`.
-FUNCTIONS = (
-    *(train, sft, export, recipes, show, explain, evaluate, diagnose, rescore),
-    *(preflight, check_loss, report, compare, doctor),
-)
-for (name, facts), function in zip(COMMANDS.items(), FUNCTIONS, strict=True):
-    app.command(name, cls=Command, epilog=f"Example: {facts.example}")(function)
+FUNCTIONS = {
+    "train": train,
+    "sft": sft,
+    "export": export,
+    "recipes": recipes,
+    "show": show,
+    "explain": explain,
+    "eval": evaluate,
+    "diagnose": diagnose,
+    "rescore": rescore,
+    "preflight": preflight,
+    "check-loss": check_loss,
+    "report": report,
+    "compare": compare,
+    "doctor": doctor,
+}
+for name, function in FUNCTIONS.items():
+    app.command(name, cls=Command, epilog=f"Example: {COMMANDS[name].example}")(function)
 
 
 def run(arguments: Sequence[str]) -> int:

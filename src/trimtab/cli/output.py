@@ -110,10 +110,7 @@ def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
     text = json.dumps(json_value(value), indent=2, ensure_ascii=False)
     text = UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # only strings hold any: an equal value
-    try:
-        typer.echo(text)
-    except BrokenPipeError:  # its reader, such as `head`, wants no more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    typer.echo(text)
 
 
 def print_result(as_json: bool, value: Mapping[str, Any], text: str) -> None:

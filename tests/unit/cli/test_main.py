@@ -53,7 +53,7 @@ def test_a_reader_of_json_may_stop_early() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
         process.stdout.close()
-        assert (process.stderr.read(), process.wait()) == (b"", 0)
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
 
 
 @pytest.mark.parametrize("command", [name for name, facts in COMMANDS.items() if facts.one_process])
