@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,8 @@ def did_you_mean(word: str, known: Iterable[str], listing: str = "") -> str:
 
 def neighbors(path: Path) -> str:
     """Returns ` (did you mean ...?)` with files and folders beside a missing path that have a similar name, or ``."""
-    names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    folder = path.parent
+    names = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
     close = difflib.get_close_matches(path.name, set(names) - {path.name}, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
 

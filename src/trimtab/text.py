@@ -114,9 +114,11 @@ def number(value: Any) -> str:
 
 
 def short(value: float) -> str:
-    """Returns a number with two significant digits, such as 0.26 or 1.9e-3."""
+    """Returns a number with two significant digits, such as 0.26 or 1.9e-3; integers from 100 to 1,000 with three."""
     if value == 0:
         return "0"
+    if 99.5 <= abs(value) < 999.5:
+        return f"{value:.0f}"
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
 
 

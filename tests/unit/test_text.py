@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from trimtab.text import code_span, duration, join_names, markdown_text
+from trimtab.text import code_span, duration, format_signed, join_names, markdown_text
 
 HOSTILE = (
     *("`", "``", "a```b``c", " `a` ", "a\nb", "a\r\n\r\n# b", "| a \\| b |", "<script>&amp;", "[a](b) ![c](d)"),
@@ -44,3 +44,11 @@ def test_many_names_are_counted() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(41.7, "42 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.256, "0.26"), (0.0019, "1.9e-3"), (99.4, "99"), (99.6, "100"), (-150, "−150"), (1500, "1.5e3")],
+)
+def test_numbers_have_two_digits_and_integers_up_to_a_thousand_three(value: float, text: str) -> None:
+    assert format_signed(value) == text

@@ -17,9 +17,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Where the page goes. Default: beside the run, or above the first of several."
-        ),
+        typer.Option(metavar="DIR", help="Where the page goes. Default: into the run, or above the first of several."),
     ] = None,
     as_json: Json = False,
 ) -> None:

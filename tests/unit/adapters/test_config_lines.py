@@ -185,3 +185,8 @@ def test_parts_of_every_level_have_their_own_words() -> None:
         text = of("miles", weight={"level": level, "normalize": normalize})
         assert ("# mis.yaml" in text) == (normalize or level != "token")
     assert overrides(lines_for("verl", "cispo", {}))["actor_rollout_ref.actor.clip_ratio_high"] == "4"
+
+
+def test_bypass_says_what_differs_in_the_surrogate() -> None:
+    parts = {"ratio": {"over": "behavior", "level": "geometric"}, "surrogate": {"kind": "clipped", "dual": 3.0}}
+    assert "# differs: verl's gspo has no dual clip" in lines_for("verl", "composed", parts)

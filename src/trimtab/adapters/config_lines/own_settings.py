@@ -85,7 +85,9 @@ def verl(built: Objective) -> list[str]:
         if built.weight is not None:
             raise Absent("no weight beside π/μ")
         options = {f"{CORRECTION}.bypass_mode": "True"}
-        actor = _verl_dppo(built) if built.masks else _verl_surrogate(built).options
+        surrogate = Settings(_verl_dppo(built)) if built.masks else _verl_surrogate(built)
+        actor = dict(surrogate.options)
+        remarks += surrogate.remarks
         if "loss_mode" in actor:
             remarks.append("# with verl's trainer V1, its default; v0 replaces the loss in bypass_mode")
     else:

@@ -80,7 +80,8 @@ class Tag:
 
     def parse(self, text: str) -> Call | None:
         names = "|".join(map(re.escape, self.tools))
-        calls = re.findall(rf"<({names})>(.*?)</\1>", text, re.DOTALL)
+        # From the last opening tag on: an earlier one may stand in a sentence, "I will use <python> to compute".
+        calls = re.findall(rf"<({names})>((?:(?!<\1>).)*?)</\1>", text, re.DOTALL)
         if not calls:
             return None
         tool, content = calls[-1]

@@ -200,6 +200,8 @@ class Settings:
     dtype: str = "bfloat16"  # of the engine's weights
 
     def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise TrimtabError(f"samples = {self.samples}: it must be at least 1")
         if self.dtype not in DTYPES:
             raise TrimtabError(f"unknown dtype {self.dtype!r}: use 'bfloat16' or 'float32'")
         if not 0 < self.top_p <= 1:

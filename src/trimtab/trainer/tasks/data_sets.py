@@ -122,7 +122,9 @@ class File(RowOptions):
         problems = read_problems(read_rows(path), self, str(path), path.stem)
         if other is None:
             return build_task(path.stem, self, problems, None, str(path))
-        held_out = read_problems(read_rows(other), self, str(other), other.stem)
+        # Files of one name in two folders: an id names one problem.
+        name = other.stem if other.stem != path.stem else f"{other.stem}-test"
+        held_out = read_problems(read_rows(other), self, str(other), name)
         return build_task(other.stem, self, problems, held_out, str(path))
 
 

@@ -25,6 +25,7 @@ from trimtab.types import Problem
         (" <python>6 * 7</python>", Call("python", "6 * 7")),
         ("<python>a\nb</python>", Call("python", "a\nb")),
         ("<search>x</search> and <python>1</python>", Call("python", "1")),
+        ("I will use <python> to compute.\n<python>1+1</python>", Call("python", "1+1")),
         ("<python>1</search>", None),
         ("<python>1", None),
         ("no call: 1 < 2", None),

@@ -101,6 +101,10 @@ def test_a_test_file_wins_over_the_training_file(file, tmp_path):
     with pytest.warns(TrimtabWarning, match="3 training rows are also in the test split"):
         task = tasks.build("file", path=file, test_path=test, style="plain")
     assert (len(task.train), [p.id for p in task.test]) == (17, ["test-1", "test-2", "test-3"])
+    (tmp_path / "other").mkdir()
+    same_name = jsonl(tmp_path / "other" / file.name, [{"question": "9 and 9", "answer": "18"}])
+    task = tasks.build("file", path=file, test_path=same_name, style="plain")
+    assert not {problem.id for problem in task.train} & {problem.id for problem in task.test}
 
 
 def test_line_separators_inside_a_question_are_no_row_breaks(tmp_path):
