@@ -1,4 +1,4 @@
-"""For scripts: `train`, which does what the command `trimtab train` does, without its display."""
+"""For scripts: `train`, the Python counterpart of the command `trimtab train`, without its display."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(
     limit; a failing call drops its sample and does not end the run.
     `objective` replaces the recipe's objective; the `[objective]` section may then have no keywords. A resumed run must
     be given the same objective.
-    `environment` is the class of the environments of multi-turn episodes (docs/environments.md), in place of
+    `environment` is the environment class of multi-turn episodes (docs/environments.md). It replaces the recipe's
     `environment.name`.
     `overrides` are `section.key=value` strings; they are not allowed with a `Config`.
     `progress` writes a line for each step, and other messages, to standard error, unless an `observer` is given.

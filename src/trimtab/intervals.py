@@ -4,7 +4,7 @@ Seeds: Student's t interval of the mean for five or more seeds. For fewer, the r
 confidence interval. (The percentile bootstrap of five seeds covers 84%.) `contenders` tells which methods may be best.
 
 Problems: Wilson's score interval (Wilson 1927) at the effective number of problems, as for proportions in complex
-samples (Kish 1965; Korn and Graubard 1998; Franco, Little, Louis and Slud 2019); sums and differences of intervals are
+samples (Kish 1965; Korn and Graubard 1998; Franco, Little, Louis and Slud 2019). Sums and differences of intervals are
 combined by squares (Newcombe 1998; Zou and Donner 2008). Unlike bootstrap intervals, these have a width above 0 even if
 all answers are right or all are wrong. benchmarks/intervals.py measures their coverage.
 
@@ -92,7 +92,7 @@ def seed_interval(values: Sequence[float], limits: tuple[float, float] = UNBOUND
 
 
 def contenders(values: ArrayLike) -> list[bool]:
-    """Returns whether each method may be the best. These methods include the best one in at least 95% of experiments.
+    """Returns whether each method may be the best. True ones include the best in at least 95% of experiments.
 
     A method is excluded if any other is significantly better in a one-sided t test of the differences paired by seed.
     The level is 5% divided by the number of other methods (Bonferroni), which accounts for choosing the best by the

@@ -2,7 +2,7 @@
 
     Task -> Problem -> Prompt -> Engine -> Completion -> reward -> Trajectory
 
-All records are frozen and need no torch, so that files, processes and tests can build one without loading a model.
+All records are frozen and need no torch, so that files, processes and tests can build them without loading a model.
 Per-token fields are numpy arrays of equal length.
 """
 
@@ -50,8 +50,8 @@ class SamplingParams:
     """The sampling parameters of a completion; stored with every trajectory.
 
     `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` disable truncation. `logprobs` selects the distribution
-    that the log-probs describe: "processed" is the sampled one (after temperature, top-k and top-p), "raw" the softmax
-    of the model's logits. Both agree at temperature 1 without truncation. `top_logprobs` counts the ids in `TopTokens`.
+    that the log-probs describe: "processed" (after temperature, top-k and top-p, as sampled) or "raw" (softmax of the
+    model's logits). Both agree at temperature 1 without truncation. `top_logprobs` counts the ids in `TopTokens`.
     """
 
     temperature: float = 1.0
@@ -331,8 +331,7 @@ class Engine(Protocol):
 
         `prefixes[p][s]` holds the first tokens of sample s of prompt p, of any origin. The completion returned is the
         whole response; the tokens of the prefix keep their log-probs and policy versions. An empty prefix gives exactly
-        the result of no prefix. A complete response (`finish_reason="stop"`, or `max_tokens` long) is
-        returned unchanged.
+        the result of no prefix. A complete response (`finish_reason="stop"`, or `max_tokens` long) is returned as is.
 
         With `turns`, a stop ends a turn instead of the response: `turns` returns an observation, which is appended, or
         the end of the response. Responses advance independently of each other. `max_tokens` counts all tokens of a

@@ -1,10 +1,10 @@
 """A loss as functions in plain PyTorch that need no other import (`Objective.code`). Every part adds its own lines.
 
 Each part has `code(lines)` beside `equation()`: it returns an expression. The expression may read the arguments of the
-printed function (`current`, `behavior`, `advantage`, ..., (batch, time) and 0 at padding), names that the part added to
-`lines`, and shared names: `length` and `position` (of trained tokens in the response), `ratio` and `log_ratio` of the
-objective, `log_rho` = log proximal/behavior, `log_w` = log current/behavior. A printed function has only the lines that
-its result needs, in order of dependence.
+printed function (`current`, `behavior`, `advantage`, ...), which are (batch, time) and 0 at padding, and the names that
+the part added to `lines`. All parts share `length` and `position` (of trained tokens in the response), `ratio` and
+`log_ratio` of the objective, `log_rho` = log proximal/behavior, and `log_w` = log current/behavior. A printed function
+has only the lines that its result needs, in order of dependence.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ intermediate tensors."""
 class BatchCorrection:
     """The result of `compute_correction` over one batch.
 
-    weight: (batch, time), bounded, not yet normalized; 0 at untrained tokens and those that it rejects; None without a
-        `Weight`.
+    weight: (batch, time), bounded, not yet normalized; 0 if untrained or rejected by a `Weight`; None without one.
     keep: (batch, time) bool, True at trained tokens that neither a rule nor the weight rejected.
     statistics: mergeable, by metric key.
     mismatch: statistics of proximal/behavior over the original mask; None without `measure`.

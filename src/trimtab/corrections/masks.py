@@ -388,7 +388,7 @@ def _sorted_values(
 
     Untrained tokens come after all trained tokens of their row, or, with `sequences.ids`, of the batch.
     """
-    if sequences.ids is None:  # a row is a sequence: one sort along the rows, a third of the time
+    if sequences.ids is None:  # each row is a sequence: one sort along the rows takes a third of the time
         rows, time = values.shape
         ordered = torch.where(sequences.mask, values, torch.inf).sort(dim=1).values
         return ordered.reshape(-1), torch.arange(rows, device=values.device) * time

@@ -132,8 +132,9 @@ def _centers(bins: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 class RatioStatistics(Mergeable):
     """Sums over trained tokens and sequences from which all mismatch metrics of a pair of policies are computed.
 
-    l is the log-ratio numerator/denominator, rho = exp(l) inside the safety bound; p and q are the probabilities the
-    numerator and the denominator give to the sampled token; L is the sum of l over a sequence of T trained tokens.
+    l is the log-ratio numerator/denominator, and rho = exp(l) with l inside the safety bound. p and q are the
+    probabilities of the sampled token under the numerator and the denominator. L is the sum of l over a sequence of T
+    trained tokens.
     """
 
     tokens: Tensor

@@ -32,7 +32,7 @@ MEAN_FLOOR = 1e-8
 class Weight(CheckedFields):
     """An importance weight: the ratio of a policy to the sampler at a level, bounded, without gradient.
 
-    over: the policy: "proximal", or "current", which is evaluated in every forward.
+    over: the numerator policy, "proximal" or "current". A weight over "current" is evaluated in every forward.
     Raises `TrimtabError` for unknown options and for bounds that do not enclose 1.
     """
 

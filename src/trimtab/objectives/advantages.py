@@ -88,7 +88,7 @@ def optimal_token_advantages(
 
     logp: log p(y) of the sampled tokens. squares: sum_v p(v)^2. Positions count trained tokens. W is the squared norm
     of the gradient of log p with respect to the logits so far. If only one response of a group reaches a position, the
-    baseline there is 0: with its own return as the baseline, the response would not be trained. Optimal token baseline,
+    baseline there is 0: with the return itself as the baseline, nothing would be trained there. Optimal token baseline,
     arXiv 2602.07078; verl's `optimal_token_baseline` with `handle_zero_tail`.
     """
     _check(rewards)
@@ -111,7 +111,7 @@ def optimal_token_advantages(
 def distillation_advantages(
     teacher: Float[Tensor, "batch time"], student: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
 ) -> Float[Tensor, "batch time"]:
-    """Returns log p_teacher - log p_student of the sampled tokens, 0 at untrained ones: on-policy distillation.
+    """Returns log p_teacher - log p_student of sampled tokens, 0 at untrained tokens: on-policy distillation.
 
     The policy gradient with these advantages is the gradient of -KL(student || teacher) at each position. A token
     that the teacher excludes gives -inf. Thinking Machines 2025, "On-policy distillation"; MiMo-V2-Flash, arXiv

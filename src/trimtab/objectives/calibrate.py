@@ -1,7 +1,7 @@
 """Derives bounds of weights and masks from the ratios of one batch (`objective.calibrate = true`).
 
-Published sequence bounds were tuned on responses of thousands of tokens; on short ones they reject most of a healthy
-batch. Here a bound is a quantile of the observed values, clamped to the range of published bounds. Shares
+Published sequence bounds were tuned on responses of thousands of tokens; on short responses they reject most of a
+healthy batch. Here a bound is a quantile of the observed values, clamped to the range of published bounds. Shares
 and ranges: docs/reference-choosing.md, "Bounds from the data".
 """
 

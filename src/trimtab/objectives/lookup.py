@@ -78,7 +78,7 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, Any] | None = 
 
 
 def keywords_of(name: str) -> dict[str, Any]:
-    """Returns every keyword of an objective with its default (`Parameter.empty` where required).
+    """Returns every keyword of an objective with its default (`Parameter.empty` if required).
 
     Parts (`PART_KEYS`) and `advantage`, which every objective takes, are not listed.
     Raises `TrimtabError` for an unknown name, and for a function whose parameters cannot be given by name.

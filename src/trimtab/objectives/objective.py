@@ -99,7 +99,10 @@ class Objective(CheckedFields):
 
     @property
     def policy_needs(self) -> frozenset[str]:
-        """The part of `needs` that the policy term reads. Without fields read by KL alone: they correct nothing."""
+        """The part of `needs` that the policy term reads.
+
+        Fields read by the KL term alone are excluded: they do not correct the mismatch.
+        """
         turn = {"turn"} if self.ratio.level in TURN_LEVELS else set[str]()
         heads = {"head_current", "head_behavior"} if self.centering else set[str]()
         own = frozenset({self.ratio.over}) | turn | heads | self.surrogate.reads
@@ -131,7 +134,7 @@ class Objective(CheckedFields):
 
     @property
     def single_behavior(self) -> bool:
-        """Whether each response must come from a single policy, as in OAPL's regression of the log-ratio to it."""
+        """Whether one policy must have sampled each whole response, as OAPL's regression on its log-ratio requires."""
         return self.surrogate.single_policy and self.ratio.over == "behavior"
 
     @property
@@ -171,8 +174,9 @@ class Objective(CheckedFields):
     def __call__(
         self, logps: PolicyLogps, advantage: Float[Tensor, "batch #time"], *, state: State | None = None
     ) -> Output:
-        """Returns the loss and metrics of a micro-batch of the update `state`, or of a whole update if `state` is None.
+        """Returns the loss and the metrics of a batch.
 
+        The batch is a micro-batch of the update that `state` describes; without `state`, it is the whole update.
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `needs` that is None.
         """
         _check_arguments(logps, advantage, state)

@@ -21,8 +21,8 @@ from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
 class Ratio(CheckedFields):
     """The ratio current/proximal or current/behavior.
 
-    level: token; sequence, turn (a model turn) or prefix (the tokens up to this one), which are products; or
-        geometric, turn_geometric or prefix_geometric, their geometric means.
+    level: token; the products sequence, turn (a model turn) or prefix (the tokens up to this one); or their geometric
+        means geometric, turn_geometric or prefix_geometric.
     over: the denominator, proximal or behavior.
     """
 

@@ -197,7 +197,7 @@ _PRESETS = (
         when="Use it with `[demonstrations]`, which adds demonstrations to the groups.",
         source="LUFFY, arXiv 2504.14945.",
     ),
-    # Trust regions: what is far from the sampler is rejected, without a proximal policy.
+    # Trust regions: tokens or responses far from the sampler are rejected, without a proximal policy.
     Preset(
         Objective(
             "dppo",

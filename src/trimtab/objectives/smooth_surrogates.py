@@ -35,7 +35,7 @@ class SoftGate(Surrogate):
     """(4 / tau) sigmoid(tau (r - 1)) A with tau = `positive` for A > 0 and `negative` otherwise.
 
     The weight of a token's gradient is 1 at r = 1 and falls smoothly on both sides. The value at r = 1 is 2 A / tau,
-    not A: losses cannot be compared with those of other objectives. SAPO, arXiv 2511.20347.
+    not A: losses are not comparable with those of other objectives. SAPO, arXiv 2511.20347.
     """
 
     bounds_ratio = True
@@ -168,7 +168,7 @@ class GeometricClip(Surrogate):
 
 @dataclass(frozen=True)
 class QuadraticPenalty(Surrogate):
-    """w A - |A| mu (w - 1)^2 / (2 epsilon): the gradient of a token falls linearly with the gap pi - mu and then turns.
+    """w A - |A| mu (w - 1)^2 / (2 epsilon): the gradient falls linearly with the gap pi - mu, then reverses.
 
     The gradient is 0 at pi - mu = sign(A) epsilon and pulls back beyond it. DRPO, arXiv 2606.09821. `epsilon` is a
     difference of probabilities, as DPPO's bound (the paper's value of 12.5 would leave the ratio nearly unbounded).

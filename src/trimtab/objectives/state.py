@@ -1,4 +1,4 @@
-"""What is summed over the parts of an update: `State`, which the loss needs, and `Metrics`, which it returns.
+"""Statistics summed over the parts of an update: `State`, which the loss needs, and `Metrics`, which it returns.
 
 `State` has denominators, the mean weight, and the log-ratios of M2PO's second moment. `Objective.prepare` computes them
 for each part of the update, without gradient; `+` adds the parts. Every micro-batch then uses the same state, so that
@@ -78,7 +78,7 @@ class State(Mergeable):
     def second_moment_cap(self, tau: Number) -> Tensor:
         """Returns M2PO's cap on |log-ratio|: the largest observed value whose capped second moment is below `tau`.
 
-        Infinite if the mean square of the magnitudes is at most `tau`; 0 if even the smallest value exceeds the limit
+        Infinite if the mean square of the magnitudes is at most `tau`; 0 if even the smallest value gives more
         (arXiv 2510.01161, as in its official code).
         """
         if self.magnitudes.numel() == 0:

@@ -1,8 +1,8 @@
 """Surrogates: per-token terms to maximize, functions of log-ratio and advantage. The interface, and basic surrogates.
 
 A surrogate reads tensors that are 0 at untrained tokens, and a ratio with a bounded exponent. All values are then
-finite, and a token that is rejected later leaves no NaN in the gradient. To write a new surrogate, inherit a frozen
-dataclass from `Surrogate`, in the package or in your file: docs/objectives.md.
+finite, and a token that is rejected later leaves no NaN in the gradient. A new surrogate is a frozen dataclass
+that inherits from `Surrogate`, in the package or in your file: docs/objectives.md.
 """
 
 from __future__ import annotations

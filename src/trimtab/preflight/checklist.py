@@ -47,7 +47,7 @@ PARTS = {
         "see weights and distribution; compare dtypes, attention implementations and the model's config",
     ),
 }
-"""What is wrong, and what to do, if two computations of the log-probs differ. Ratios are second over first."""
+"""What is wrong, and what to do, if two computations of log-probs differ. Ratios of the key "a/b" are b over a."""
 WHOLE = "decode/trainer"
 
 
@@ -181,7 +181,7 @@ def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> O
 def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Outcome:
     """Returns the outcome, which names the part whose k3 is beyond the bound or whose mean ratio cannot be 1.
 
-    log_ratios: (tokens,) for each key of `PARTS`. Decoding sampled the tokens: ratios to it have the mean 1.
+    log_ratios: (tokens,) for each key of `PARTS`. Decoding sampled the tokens: ratios over decode have the mean 1.
     """
     every = {**log_ratios, WHOLE: sum(log_ratios.values())}
     sizes = {name: float(k3(np.asarray(values)).mean()) for name, values in every.items()}

@@ -36,10 +36,10 @@ EXACT = 1e-8
 MARGIN = 4.0
 """Allowed ratio of a mismatch to the mismatch of the same pair with unchanged weights and nothing cached."""
 MAX_LOGITS = 1 << 27
-"""Most logits in one forward: half a GiB in float32."""
+"""Largest number of logits in one forward: half a GiB in float32."""
 PROMPTS = 64
 TOP_LOGPROBS = 20
-"""Most ids per token whose log-probs vLLM and servers return by default."""
+"""Largest number of ids per token whose log-probs vLLM and servers return by default."""
 BOUNDS = {"invariant": 0.0, "float32": 1e-8, "16 bits": 1e-2, "quantized": 1e-1}
 """Largest k3 by numerics, from the ranges in `metrics.toml`."""
 
@@ -116,7 +116,7 @@ Forward = Callable[[Any, TokenBatch, float, Tensor | None, Tensor | None], Score
 def packed_forward(
     model: Any, batch: TokenBatch, temperature: float, kept: Tensor | None, further: Tensor | None
 ) -> Scores:
-    """Scores without padding, as Trimtab trains."""
+    """Scores a batch packed without padding, as Trimtab trains."""
     scores = score(model, batch, temperature=temperature, kept=kept, head=further)
     return scores.logp, scores.head
 

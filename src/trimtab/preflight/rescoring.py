@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 1024
-"""Most tokens in one forward pass; longer responses are passed in parts. Logits take tokens x vocabulary x 4 bytes."""
+"""Tokens of one forward pass at most; longer responses go in parts. Logits take tokens x vocabulary x 4 bytes."""
 OnProgress = Callable[[int, int], None]
 """Called with the number of scored responses, and the number of all responses."""
 TOKEN_COLUMNS = {
@@ -41,7 +41,7 @@ TOKEN_COLUMNS = {
 ROW_COLUMNS = {"prompt": "prompt_id"} | {
     name: name for name in ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k")
 }
-"""Names in the result by field of `TokenTable`: columns with a value per token, and columns with one per response."""
+"""Columns of the result by field of `TokenTable`: `TOKEN_COLUMNS` for values of tokens, `ROW_COLUMNS` of responses."""
 
 
 def rescore(
@@ -57,7 +57,7 @@ def rescore(
 ) -> pa.Table:
     """Returns the responses of files or folders, a row each, with `logp_rescored`: their log-probs under `model`.
 
-    framework, columns: as for `diagnose`. limit: most responses, chosen evenly. step: take only responses of this step.
+    framework, columns: as for `diagnose`. limit: largest number of responses, chosen evenly. step: select this step.
     temperature: divides the logits; None takes the temperature in the data, or 1 if there is none.
     Raises `TrimtabError` if ids of prompts or responses are missing, or are not in the vocabulary of the model.
     """

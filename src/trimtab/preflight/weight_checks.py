@@ -6,7 +6,7 @@ Every trained weight gets seeded noise. Before the noise is published, the misma
 nothing; afterwards it must return to its old size. A tensor that the sampler did not update is found even if its effect
 is smaller than rounding. To first order, the effect on log-probs is their derivative along the tensor's change. One
 backward pass of sum_t r_t log p_t, with r the remaining difference, gives the inner products of r with these
-derivatives for all tensors. If a tensor stands out, the trainer gets its old value back, and both must agree better.
+derivatives for all tensors. If a tensor stands out, the trainer gets its old value back: both must agree better.
 """
 
 from __future__ import annotations
