@@ -18,7 +18,7 @@ from trimtab.errors import TrimtabError, did_you_mean
 _allowed: Set[str] | None = None
 """The functions that may be loaded besides `SHIPPED`; None allows all."""
 SHIPPED = frozenset({"trimtab.trainer.environments.swap_environment:SwapFormat"})
-"""Functions that the recipes of this package name. Its other functions are excluded: some run commands."""
+"""Functions that recipes of this package name. Its others are refused: some run commands or import modules."""
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from trimtab.objectives.surrogates import LogProb, Reinforce, Surrogate
 
 KL_KINDS = ("k1", "k2", "k3", "unbiased")
 MASS_FLOOR = 1e-6
-"""Smallest probability of all ids outside the head, for either policy."""
+"""Lower bound on the total probability of the ids outside the head, for either policy."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def rescore(
         chosen = np.linspace(0, table.responses - 1, limit).round().astype(np.int64)
         table = table.select(np.isin(np.arange(table.responses), chosen))
     _check_ids(table, origin.framework)
-    if origin.assumes_current:  # the versions are assumed; the result would record them
+    if origin.assumes_current:  # assumed versions must not look like recorded ones
         table = replace(table, version=None, proximal_version=None)
     if temperature is not None:
         table = replace(table, temperature=np.full(table.responses, temperature))
