@@ -7,7 +7,7 @@
 Packages, by what a user wants; their docstrings say which module does what:
 
 objectives, corrections   a loss, or only its weights and masks, in a training loop
-check_loss                whether a loss of one's own is an objective (`trimtab check-loss`)
+check_loss                whether your own loss equals an objective (`trimtab check-loss`)
 adapters                  an objective inside another trainer (TRL, verl, ...)
 monitor                   alarms on log-probs while a run trains (`Monitor`), and on scalars that it logged
 diagnosis                 the cause of a mismatch in a file of log-probs (`trimtab diagnose`)
@@ -16,8 +16,8 @@ trainer                   training with Trimtab's own loop (`trimtab train`)
 runs, report, pages       what a run wrote, its health, and its page (`trimtab report`)
 cli                       the commands
 
-Modules beside them serve several packages: the first line of each says whom. Users import `api`, `testing` (assertions
-for their tests), `types` and `errors`.
+The modules beside these packages serve several of them: the first line of each says for whom it is. Users import `api`,
+`testing` (assertions for their tests), `types` and `errors`.
 
 Names are imported on first use, so that `import trimtab` and the command line start without torch. A name whose
 packages are not installed raises `TrimtabError` with the pip command.
@@ -49,7 +49,7 @@ _EXPORTS = {
     "trimtab.monitor": ("Monitor",),
     "trimtab.objectives": ("Objective", "PolicyLogps", "advantages", "correct", "mismatch", "objective"),
 }
-# What a module needs beyond the core; the other modules work with torch, numpy and jaxtyping alone.
+# The extra that a module needs; the other modules need only torch, numpy and jaxtyping.
 _EXTRA_OF = {
     "trimtab.api": "train",
     "trimtab.trainer.config": "diagnose",

@@ -14,8 +14,8 @@ from trimtab.plugins import require_extra
 def main() -> None:
     """Run the command line; entry point of the console script."""
     starting.guard()
-    # Before torch is imported, and for worker processes: waiting threads of libgomp sleep soon. By default they keep a
-    # core busy for milliseconds, and beside one other busy process everything takes several times as long.
+    # Set before torch is imported, and inherited by worker processes: waiting libgomp threads sleep soon. By default
+    # each keeps a core busy for milliseconds; beside one other busy process, everything takes several times as long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _require_packages(command: str) -> None:
-    """Raises `TrimtabError` where the packages of every command are missing, naming the extra of this one."""
+    """Raises `TrimtabError` naming the extra of `command` if packages that every command needs are missing."""
     try:
         require_extra("diagnose", "the command line")
     except TrimtabError:

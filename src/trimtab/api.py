@@ -1,4 +1,4 @@
-"""For scripts: `train`, which is `trimtab train` without its display."""
+"""For scripts: `train`, the Python counterpart of the command `trimtab train`, without its display."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def train(
     `config` is a recipe name, the path of a TOML file, a mapping, or a `Config`.
     `reward(completion, problem)` replaces the recipe's rewards. It runs in a child process with a time and a memory
     limit; a failing call drops its sample and does not end the run.
-    `objective` replaces the recipe's objective, whose section may then have no keywords. A resumed run must be given
-    the same objective.
-    `environment` is the class of the environments of multi-turn episodes (docs/environments.md), in place of
+    `objective` replaces the recipe's objective; the `[objective]` section may then have no keywords. A resumed run must
+    be given the same objective.
+    `environment` is the environment class of multi-turn episodes (docs/environments.md). It replaces the recipe's
     `environment.name`.
-    `overrides` are `section.key=value` strings; a `Config` takes none.
+    `overrides` are `section.key=value` strings; they are not allowed with a `Config`.
     `progress` writes a line for each step, and other messages, to standard error, unless an `observer` is given.
 
     Ctrl-C and SIGTERM end the run after the current step with a checkpoint; a second signal ends it immediately.
@@ -79,7 +79,7 @@ def train(
 
 
 def _refuse_code_on_cluster(**given: Any) -> None:
-    """Raises `TrimtabError` for a part given in code, which cannot be sent to other machines."""
+    """Raises `TrimtabError` if a part is given in code: code cannot be sent to other machines."""
     kind = {"reward": "function", "objective": "function", "environment": "Class"}
     for name, part in given.items():
         if part is not None:
@@ -92,7 +92,7 @@ def _refuse_code_on_cluster(**given: Any) -> None:
 def _resolve(
     config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str], environment: type | None
 ) -> Config:
-    """Returns the recipe, with `environment.name` from the class."""
+    """Returns the resolved recipe, with `environment.name` set to the given class."""
     if isinstance(config, Config) and overrides:
         raise TrimtabError(
             f"overrides {list(overrides)} would not change a Config, which is complete: give the name, file or mapping "
@@ -110,7 +110,7 @@ def _resolve(
 
 
 def _summary(run: Run) -> dict[str, float | str]:
-    """Returns `eval/<task>/before` and `/after` where measured, `/problems`, their number, and the verdict."""
+    """Returns the verdict and, for each task, `eval/<task>/before`, `/after` and `/problems` (count) if measured."""
     summary: dict[str, float | str] = {}
     for task, accuracy in run.accuracy().items():
         values = {"before": accuracy.before, "after": accuracy.after}

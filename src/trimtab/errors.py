@@ -1,4 +1,4 @@
-"""For everybody: exceptions, warnings and findings, whose one line says what is wrong and what to do about it."""
+"""For all modules: exceptions, warnings and findings. Their one-line texts say what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-# Used in messages where it is not known whether the run has written a checkpoint.
+# Used in messages if it is not known whether the run has written a checkpoint.
 RESUME = "continue with --resume (from the last checkpoint, or from the beginning if none was written)"
 
 
@@ -22,11 +22,11 @@ class TrimtabError(ValueError):
 
 
 class DivergedError(TrimtabError):
-    """The trained policy has diverged. An error for a single run (exit code 3), a result for a run of an experiment."""
+    """The trained policy has diverged. A single run ends with exit code 3; an experiment records it as a result."""
 
 
 class GuardStop(TrimtabError):
-    """A sign of a collapse, at which a `trimtab.Monitor` with `stop_on` stops the training."""
+    """Raised by a `trimtab.Monitor` with `stop_on` to stop the training at a sign of a collapse."""
 
 
 class EngineDeadError(TrimtabError):
@@ -65,7 +65,7 @@ class TrimtabWarning(UserWarning):
 def did_you_mean(word: str, known: Iterable[str], listing: str = "") -> str:
     """Returns ` (did you mean ...?)` with up to three close words of `known`, or the whole list when none is close.
 
-    listing: replaces the whole list, as "`trimtab recipes` lists them".
+    listing: text in place of the whole list, such as "`trimtab recipes` lists them".
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
@@ -75,7 +75,7 @@ def did_you_mean(word: str, known: Iterable[str], listing: str = "") -> str:
 
 
 def neighbors(path: Path) -> str:
-    """Returns ` (did you mean ...?)` with files and folders beside a missing path that have a similar name, or ``."""
+    """Returns ` (did you mean ...?)` with similarly named files beside a missing path, or an empty string."""
     folder = path.parent
     names = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
     close = difflib.get_close_matches(path.name, set(names) - {path.name}, n=3, cutoff=0.5)
@@ -83,26 +83,26 @@ def neighbors(path: Path) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns the type and the text of an exception, whatever its class."""
+    """Returns the type and the text of an exception, or the type alone if there is no text."""
     try:
         text = str(error)
-    except Exception:  # of a class with a faulty __str__
+    except Exception:  # the class has a faulty __str__
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's text, or its type where it has none."""
+    """Returns the first line of an exception's text, or its type if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def first_problem(error: ValidationError) -> ErrorDetails:
-    """Returns what to say of an error of pydantic: unknown names first, as a misspelled one would count as missing."""
+    """Returns the pydantic problem to report. Unknown names come first: a misspelled name is also missing."""
     return min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
 
 
 def explain(error: ValidationError, known: Iterable[str], word: str = "option") -> str:
-    """Returns the first problem in one line. known: the names where it is; word: what they are called."""
+    """Returns the first problem in one line. known: the valid names at its place. word: what these names are called."""
     first = first_problem(error)
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

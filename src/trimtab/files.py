@@ -1,7 +1,7 @@
-"""For readers and writers of files: regular files, bounds on nesting, rows and what unpacks; whole files or none.
+"""For readers and writers of files: safe opening, limits on rows and on decompressed data, and atomic writing.
 
-The bounds keep memory at a few gigabytes whatever a file says. `TRIMTAB_FILE_LIMITS=4` in the environment multiplies
-all of them by 4, for files that really are so large.
+The limits keep memory use at a few gigabytes whatever a file contains. `TRIMTAB_FILE_LIMITS=4` in the environment
+multiplies all of them by 4, for files that need more.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 MAX_ROW_VALUES = 1 << 24
-"""Largest number of values in one list of a parquet file, of whatever column."""
+"""Largest number of values in one row of any column of a parquet file."""
 MAX_RESPONSE = 1 << 22
-"""Largest number of tokens of a response that is diagnosed, which takes about 1 GB."""
+"""Largest number of tokens of a response in a diagnosis. A response of this length takes about 1 GB of memory."""
 MAX_ROW_BYTES = 256 << 20
 """Largest size of a row of JSON or CSV."""
 MAX_ARRAY_BYTES = 512 << 20
@@ -37,19 +37,19 @@ MAX_ARRAY_BYTES = 512 << 20
 MAX_SCALARS_BYTES = 256 << 20
 """Largest size of a file of scalars, which is held in memory."""
 MAX_UNPACKED_BYTES, MAX_UNPACKED_TIMES = 64 << 20, 100
-"""Size that any packed file may unpack to, and how many times its own size a larger one may. Log-probs as text get 2 to
-20 times smaller."""
+"""A compressed file may unpack to the first number of bytes, or to the second number times its own size if more.
+Log-probs as text compress by a factor of 2 to 20."""
 LIMITS = "TRIMTAB_FILE_LIMITS"
 RAISE_LIMITS = f"{LIMITS}=4 in the environment allows four times as much"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TEMPORARY = ".trimtab-tmp-"
-"""Begins the names of files and folders that are being written."""
+"""Prefix of the names of files and folders that are being written."""
 
 
 def limit(bound: int) -> int:
     """Returns a bound, multiplied by the environment variable `TRIMTAB_FILE_LIMITS` if it is set.
 
-    Raises `TrimtabError` if that is not a number of at least 1.
+    Raises `TrimtabError` if the variable is not a number from 1 to 1e6.
     """
     given = os.environ.get(LIMITS, "1")
     try:
@@ -62,7 +62,7 @@ def limit(bound: int) -> int:
 
 
 def natural_key(text: str) -> list[tuple[bool, int, str]]:
-    """Returns a sort key with numbers by size: seed2 before seed10, and numbers before words."""
+    """Returns a sort key that orders numbers by value (seed2 before seed10) and before words."""
     parts = re.split(r"(\d+)", text)
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
@@ -70,7 +70,7 @@ def natural_key(text: str) -> list[tuple[bool, int, str]]:
 def regular_file(path: Path) -> Path:
     """Returns `path` if a regular file can be opened there.
 
-    Raises `OSError`, also for what `open` would accept and then wait for or read for ever: a named pipe or a device.
+    Raises `OSError` otherwise, also for a named pipe or a device: reading from these may block or never end.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -81,7 +81,7 @@ def regular_file(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file, or the list of names of a folder, to the disk (fsync)."""
+    """Flushes a file, or the list of entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -90,14 +90,14 @@ def sync(path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Returns a new hidden name beside `path`, for what is renamed to it once it is complete."""
+    """Returns a new hidden path in the folder of `path`: write there, then rename to `path`."""
     return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file by `data` atomically: a reader, or a start after a kill, finds the old content or the new one.
+    """Replaces a file by `data` atomically: readers find the old or the new content, also if the process is killed.
 
-    Raises `OSError`, and leaves the old file then. The folder is not flushed (`sync`).
+    Raises `OSError` and then leaves the old file unchanged. Does not flush the folder: use `sync` for that.
     """
     temporary = temporary_path(path)
     try:
@@ -112,7 +112,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def readable_errors(path: Path, verb: str = "write") -> Iterator[None]:
-    """Raises errors of the disk inside the block as one-line `TrimtabError`s that name `path`."""
+    """Turns disk errors inside the block into one-line `TrimtabError`s that name `path`."""
     try:
         yield
     except TrimtabError:
@@ -138,7 +138,7 @@ def _as_os_error(error: Exception) -> OSError | None:
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a gzipped file. Raises `TrimtabError` where it is many times larger than the file."""
+    """The content of a gzipped file, as a stream. Raises `TrimtabError` if it is many times larger than the file."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path, self._size = gzip.GzipFile(fileobj=file), path, 0
@@ -156,7 +156,7 @@ class Unpacked(io.RawIOBase):
 
 
 def too_large_unpacked(path: Path, size: int) -> TrimtabError:
-    """Returns the error for a packed file whose content has `size` bytes or more."""
+    """Returns the error for a compressed file whose content has at least `size` bytes, which is too many."""
     return TrimtabError(
         f"{path} unpacks to over {MAX_UNPACKED_TIMES} times its size ({size >> 20} MB so far): unpack it first, or "
         f"{RAISE_LIMITS}"
@@ -165,7 +165,7 @@ def too_large_unpacked(path: Path, size: int) -> TrimtabError:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, decompressed if gzipped. Errors of reading are raised as `TrimtabError`."""
+    """Opens a file for reading, decompressed if gzipped. Raises `TrimtabError` if it cannot be read."""
     try:
         with regular_file(path).open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
@@ -180,7 +180,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parses TOML. Raises `ValueError`: a `tomllib.TOMLDecodeError` unless a number has too many digits."""
+    """Parses TOML. Raises `tomllib.TOMLDecodeError`, or another `ValueError` for a number with too many digits."""
     import tomllib  # of Python 3.11
 
     try:
@@ -198,7 +198,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def too_long(path: Path, column: str, values: int, rows: int, most: int) -> TrimtabError:
-    """Returns the error for a column with `values` values in so few `rows`. most: the largest number in a row."""
+    """Returns the error for a column with too many `values` for its `rows`. most: the largest number per row."""
     return TrimtabError(
         f"{path}: column {column!r} holds {values:,} values in {rows:,} rows; a row may hold {most:,}: leave the file "
         f"out, write the column again, or {RAISE_LIMITS}"
@@ -209,8 +209,8 @@ def too_long(path: Path, column: str, values: int, rows: int, most: int) -> Trim
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """Opens a parquet file for the block.
 
-    Raises `TrimtabError` for rows of more than `MAX_ROW_VALUES` values, before any is read: a file of a kilobyte can
-    hold a list of 10^8 equal values. Other errors are those of pyarrow.
+    Raises `TrimtabError`, before any value is read, if a column has more than `MAX_ROW_VALUES` values per row: a file
+    of one kilobyte can hold a list of 10^8 equal values. pyarrow's errors are raised unchanged.
     """
     import pyarrow.parquet as pq
 

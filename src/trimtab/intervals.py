@@ -1,12 +1,12 @@
 """For reports: 95% intervals of means over seeds and over problems, and of statistics over clusters of responses.
 
-Seeds: from five on Student's t interval of the mean; of fewer the range, which is not a confidence interval (the
-percentile bootstrap of five seeds covers 84%). Which of several methods may be the best: `contenders`.
+Seeds: Student's t interval of the mean for five or more seeds. For fewer, the range of the values, which is not a
+confidence interval. (The percentile bootstrap of five seeds covers 84%.) `contenders` tells which methods may be best.
 
 Problems: Wilson's score interval (Wilson 1927) at the effective number of problems, as for proportions in complex
-samples (Kish 1965; Korn and Graubard 1998; Franco, Little, Louis and Slud 2019); sums and differences of intervals are
-combined by squares (Newcombe 1998; Zou and Donner 2008). Unlike the bootstrap's, these intervals have a width where
-every answer is right or every answer is wrong. benchmarks/intervals.py measures their coverage.
+samples (Kish 1965; Korn and Graubard 1998; Franco, Little, Louis and Slud 2019). Sums and differences of intervals are
+combined by squares (Newcombe 1998; Zou and Donner 2008). Unlike bootstrap intervals, these have a width above 0 even if
+all answers are right or all are wrong. benchmarks/intervals.py measures their coverage.
 
 Clusters: the studentized bootstrap (Efron and Tibshirani 1993, ch. 12.5).
 """
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 Z = NormalDist().inv_cdf(0.975)
 STUDENT_FROM = 5  # seeds
-PAIRED_FROM = 3  # seeds in common; of two, equal accuracies often give equal leads, whose spread is then 0
+PAIRED_FROM = 3  # seeds in common; with two, the differences are often equal, with a standard deviation of 0
 UNBOUNDED = (-math.inf, math.inf)
 RESAMPLES = 1000
 FEWEST_CLUSTERS = 8
 LEVEL, POWER = 0.95, 0.8
 
 Statistics = Callable[["Tensor"], Mapping[str, "Tensor"]]
-"""Maps sums (any, fields) to named statistics (any,), invariant to a common factor of all sums."""
+"""Maps sums (rows, fields) to named statistics (rows,) that a common factor of all sums does not change."""
 
 
 class Interval(NamedTuple):
-    """A statistic over problems or clusters with its 95% interval. The ends are NaN with too few clusters."""
+    """A statistic over problems or clusters with its 95% interval. `low` and `high` are NaN for too few clusters."""
 
     value: float
     low: float
@@ -60,7 +60,7 @@ class SeedMean:
 def student_quantile(degrees: int, level: float = 0.975) -> float:
     """Returns a quantile (`level` from .5 to 1 - 1e-6) of Student's t distribution, with an error below 1e-4.
 
-    The density is summed over t = sinh(u), which reaches into the tail of one degree of freedom.
+    Integrates the density over u with t = sinh(u), which covers the long tail of one degree of freedom.
     """
     u = np.linspace(0.0, 20.0, 8001)
     t = np.sinh(u)
@@ -70,7 +70,7 @@ def student_quantile(degrees: int, level: float = 0.975) -> float:
 
 
 def interval_method(seeds: int) -> str:
-    """Returns the kind of interval that `seeds` seeds get, in words."""
+    """Returns the name of the interval that `seed_interval` computes for this number of seeds."""
     if seeds < 2:
         return "a single seed, no interval"
     return "95% interval of the mean (Student's t)" if seeds >= STUDENT_FROM else f"range of {seeds} seeds"
@@ -92,14 +92,14 @@ def seed_interval(values: Sequence[float], limits: tuple[float, float] = UNBOUND
 
 
 def contenders(values: ArrayLike) -> list[bool]:
-    """Returns which methods may be the best: a set that holds the best one in at least 95% of experiments.
+    """Returns whether each method may be the best. True ones include the best in at least 95% of experiments.
 
-    A method leaves the set if any other leads it: a one-sided t test of the differences paired by seed, at 5% divided
-    by the number of others (Bonferroni), so that the choice of the best by the same seeds is accounted for, as in
-    subset selection (Gupta 1965). Of equal methods each stays with 95%.
+    A method is excluded if any other is significantly better in a one-sided t test of the differences paired by seed.
+    The level is 5% divided by the number of other methods (Bonferroni), which accounts for choosing the best by the
+    same seeds, as in subset selection (Gupta 1965). If all methods are equal, each stays with a probability of 95%.
 
     Args:
-        values: (methods, seeds), NaN where a method has no run with a seed. A pair with fewer than three seeds in
+        values: (methods, seeds), NaN if a method has no run with a seed. A pair with fewer than three seeds in
             common is not compared.
     """
     data = np.asarray(values, dtype=np.float64)
@@ -116,17 +116,17 @@ def contenders(values: ArrayLike) -> list[bool]:
 
 
 def may_be_best(by_seed: Sequence[Mapping[Any, float]]) -> list[bool]:
-    """Returns `contenders` of values by seed, a mapping for each method."""
+    """Returns `contenders` for one mapping per method, from seed to value."""
     seeds = dict.fromkeys(seed for values in by_seed for seed in values)
     table = [[values.get(seed, math.nan) for seed in seeds] for values in by_seed]
     return contenders(table) if table else []
 
 
 def detectable_lead(differences: Sequence[float], methods: int) -> float:
-    """Returns the lead that `contenders` of so many methods would see with a probability of 80%.
+    """Returns the lead that `contenders` with this number of methods detects with a probability of 80%.
 
-    `differences` of two methods by seed give the spread. The mean that exceeds the bound of the test by the 80%
-    quantile of Student's t; NaN for fewer than two seeds.
+    `differences` between two methods, one per seed, give the standard error. The lead in standard errors is the
+    quantile of the test plus the 80% quantile of Student's t. NaN for fewer than two seeds.
     """
     count = len(differences)
     if count < 2:
@@ -144,7 +144,7 @@ def problem_interval(values: ArrayLike, max_effective: float) -> Interval:
 
     Args:
         values: one for each problem: right or wrong, or the share of its samples that are right, or its pass@k.
-        max_effective: upper bound of the effective number of observations: all samples counted as independent.
+        max_effective: upper bound of the effective number of observations: all samples, as if independent.
     """
     data = np.asarray(values, dtype=np.float64)
     mean = float(data.mean())
@@ -175,15 +175,15 @@ def macro_average(parts: Sequence[Interval]) -> Interval:
 
 
 def _effective_observations(data: np.ndarray, mean: float, max_effective: float) -> float:
-    """Returns the effective number of Bernoulli observations: as many as give this variance, at least one per problem.
+    """Returns the number of Bernoulli observations that would have this variance, at least one per problem.
 
-    Scaled for a variance estimated from few problems, as in Korn and Graubard. Where all values are equal, all right
-    or all wrong say nothing about the correlation of samples of a problem: then each problem counts once.
+    The number is scaled for a variance estimated from few problems, as in Korn and Graubard. If all answers are right
+    or all are wrong, the correlation between samples of a problem is unknown: each problem then counts once.
     """
     count = len(data)
     if count == 1 or mean <= 0 or mean >= 1:
         return float(count)
-    variance = float(data.var(ddof=1)) / count if data.max() > data.min() else 0.0  # not what rounding leaves
+    variance = float(data.var(ddof=1)) / count if data.max() > data.min() else 0.0  # 0, without rounding errors
     seen = mean * (1 - mean) / variance if variance > 0 else max_effective
     return min(max(seen * (Z / student_quantile(count - 1)) ** 2, float(count)), max(max_effective, float(count)))
 
@@ -197,7 +197,7 @@ def resampled(clusters: int, seed: int) -> np.ndarray:
 
 
 def cluster_intervals(sums: np.ndarray, statistics: Statistics, seed: int) -> dict[str, Interval]:
-    """Returns studentized bootstrap intervals from sums of clusters (clusters, fields); NaN ends with too few.
+    """Returns studentized bootstrap intervals from the sums (clusters, fields); NaN ends with too few clusters.
 
     The percentile interval of a mean ratio covers 88% instead of 95% with 8 clusters and 92% with 20, since ratios have
     long tails. Dividing each resample's deviation by its own standard error (Efron & Tibshirani 1993, ch. 12.5; here by
@@ -217,7 +217,7 @@ def cluster_intervals(sums: np.ndarray, statistics: Statistics, seed: int) -> di
     result: dict[str, Interval] = {}
     for name, (low, high) in reach.items():
         at, by = float(value[name][0]), float(error[name][0]) * scale
-        # Where most resamples lack the few clusters that determine a statistic, the reach is infinite: the end is NaN.
+        # The reach is infinite if most resamples lack the few clusters that determine a statistic: the end is NaN.
         result[name] = Interval(at, *(at - end * by if np.isfinite(end) else float("nan") for end in (high, low)))
     return result
 
@@ -230,7 +230,7 @@ def _reach(
     reach: dict[str, tuple[float, float]] = {}
     for name, at in drawn.items():
         off = (at - value[name]) / (errors[name] * scale)
-        # 0 / 0 is a statistic equal in all resamples; x / 0 stays infinite, and so may the quantiles.
+        # 0 / 0: the statistic is equal in all resamples. x / 0 stays infinite, so that quantiles may be infinite.
         off = off.masked_fill(off.isnan(), 0.0).sort().values
         low, high = (float(off[round(level * (len(off) - 1))]) for level in (0.025, 0.975))
         reach[name] = (low, high)
@@ -238,7 +238,7 @@ def _reach(
 
 
 def _squares(sums: np.ndarray) -> np.ndarray:
-    """Returns products of all pairs of fields (clusters, fields * fields)."""
+    """Returns the products of all pairs of fields, (clusters, fields * fields)."""
     return (sums[:, :, None] * sums[:, None, :]).reshape(len(sums), -1)
 
 

@@ -1,4 +1,4 @@
-"""What is not in the core: functions of users that a recipe names as `module:function`, and the packages of extras."""
+"""Code outside the core: users' functions, which a recipe names as `module:function`, and the packages of extras."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 from trimtab.errors import TrimtabError, did_you_mean
 
 _allowed: Set[str] | None = None
-"""The functions that may be loaded besides `SHIPPED`; None: all."""
+"""The functions that may be loaded besides `SHIPPED`; None allows all."""
 SHIPPED = frozenset({"trimtab.trainer.environments.swap_environment:SwapFormat"})
-"""Those that recipes of this package name. No other function of the package: some run commands or import modules."""
+"""Functions that recipes of this package name. Its others are refused: some run commands or import modules."""
 
 
 @contextmanager
 def only_named(functions: Set[str]) -> Iterator[None]:
     """Makes `load_function` refuse all but these functions, each as `module:function`, unless `allow_code` is called.
 
-    For commands that read what others may have written: a configuration must not decide which code runs.
+    For commands that read files of unknown origin: a configuration must not decide which code runs.
     """
     global _allowed
     before, _allowed = _allowed, functions
@@ -44,8 +44,8 @@ def allow_code() -> None:
 def load_function(path: str, what: str) -> Callable[..., Any]:
     """Returns the function named `module:function`. The module may also lie in the current directory.
 
-    `what` is the subject of error messages, such as "reward". Raises `TrimtabError` when the module cannot be imported
-    or has no such function, or when `only_named` refuses it.
+    `what` is the subject of error messages, such as "reward". Raises `TrimtabError` if the module cannot be imported
+    or has no such function, or if `only_named` refuses it.
     """
     module_name, _, function_name = path.partition(":")
     folder = str(Path.cwd())
@@ -74,7 +74,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 
 def _source(module: str, folder: str) -> str:
-    """Returns the file that importing the module would run first, or the name where there is none. Runs nothing."""
+    """Returns the file that importing the module would run first, or its name if none is found. Runs nothing."""
     first = module.partition(".")[0]
     spec = importlib.machinery.PathFinder.find_spec(first, [folder, *sys.path])
     return str(spec.origin) if spec is not None and spec.origin else f"the module {first!r}"
@@ -110,11 +110,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "wandb": ("wandb",),
 }
-"""What an extra brings beyond torch, numpy and jaxtyping, by the names that are imported."""
+"""The packages of each extra besides torch, numpy and jaxtyping, by import name."""
 
 
 def require_extra(extra: str, what: str, otherwise: str = "") -> None:
-    """Raises `TrimtabError` with what installs it if a package of an extra is not installed or Python is too old.
+    """Raises `TrimtabError` with the install command if Python is too old or a package of an extra is missing.
 
     what: what needs the extra, the beginning of the message. otherwise: what the user can do instead.
     """

@@ -1,4 +1,4 @@
-"""For tests of other trainers: do two sides compute the same log-probs, is a loss that objective?"""
+"""For tests of other trainers: asserts that two sides agree on log-probs, and that a loss equals an objective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.objectives import Objective, mismatch, objective
 from trimtab.types import MIN_BEHAVIOR
 
 BOUNDS = {"fp32": 1e-8, "bf16": 1e-2, "int8": 1e-1}
-"""Largest k3 in nats per token by the numerics of the coarser side."""
+"""Largest k3 in nats per token, by the lower precision of the two sides."""
 
 
 def assert_parity(
@@ -30,13 +30,13 @@ def assert_parity(
 ) -> None:
     """Asserts that trainer (a) and sampler (b) agree on the tokens where `mask` is True, which b sampled.
 
-    bound: largest k3 of a/b in nats per token, or a key of `BOUNDS`. The mean of a/b must also be 1 within its error,
-    as for an alarm of `trimtab.Monitor`, whatever the bound: a shift of all log-probs has a small k3.
+    bound: largest k3 of a/b in nats per token, or a key of `BOUNDS`. Whatever the bound, the mean of a/b must be 1
+    within its error (the test of `trimtab.Monitor`), because a shift of all log-probs has a small k3.
 
     Raises:
-        AssertionError: k3 is above the bound, the mean ratio is not 1, a log-prob is not finite, or the sampler's below
-            -100, or no token is compared.
-        ValueError: an unknown bound, what is not a tensor, or of another shape, kind of number or device.
+        AssertionError: k3 is above the bound, the mean ratio is not 1, a log-prob is not finite, a log-prob of the
+            sampler is below -100, or no token is compared.
+        ValueError: the bound is unknown, or an argument is not a tensor or has a wrong shape, dtype or device.
     """
     if isinstance(bound, str) and bound not in BOUNDS:
         raise ValueError(f"bound {bound!r}: give a number, or one of {', '.join(BOUNDS)}")
@@ -58,7 +58,7 @@ def assert_parity(
             f"k3 {figures['k3']:.3g} nats per token, above {limit:g}; mean ratio {figures['ratio_mean']:.5g}, largest "
             f"difference {figures['abs_diff_max']:.3g} nats at row {row}, token {time}"
         )
-    # Of sampled tokens the errors of ratios are uncorrelated: each counts as a response of its own.
+    # The errors of the ratios of sampled tokens are uncorrelated: each token counts as one response.
     log_ratio = (logp_a.detach().double() - logp_b.detach().double())[mask][:, None]
     ratio = MeanRatio.of(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
     shift = "" if figures["ess_token"] < LOW_ESS else wrong_mean(ratio)
@@ -74,15 +74,15 @@ def assert_loss(
     ignore: Sequence[str] = (),
     **keywords: Any,
 ) -> None:
-    """Asserts that a loss function is an objective: in gradient and value, on probes and on random batches in float64.
+    """Asserts that a loss function equals an objective in gradient and value, on probes and random float64 batches.
 
-    name, keywords: as for `trimtab.objective`, or an objective. arguments: what the names of parameters do not say, as
-    `--arguments` of `trimtab check-loss`. ignore: kinds of differences that do not count, such as "nan" for a loss
-    whose padding never holds NaN.
+    name, keywords: as for `trimtab.objective`; `name` may also be an `Objective`. arguments: meanings of parameters
+    whose names do not tell them, as in `trimtab check-loss --arguments`. ignore: kinds of differences that do not
+    count, such as "nan" for a loss whose padding never holds NaN.
 
     Raises:
-        AssertionError: it differs; the message lists how, the most harmful first.
-        TrimtabError: a parameter of unknown meaning, or a function that cannot be called.
+        AssertionError: the loss differs; the message lists the differences, the most harmful first.
+        TrimtabError: the meaning of a parameter is unknown, or the function cannot be called.
     """
     wanted = objective(name, **keywords) if isinstance(name, str) else name
     answer = check(of_function(function, arguments), wanted, spec=wanted.name, ignore=ignore)

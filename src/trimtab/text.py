@@ -1,4 +1,4 @@
-"""For all output: makes text that others wrote (names of files, output of models) safe; formats numbers, settings."""
+"""For all output: makes text from outside (file names, model output) safe to print; formats numbers and settings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Control characters other than newline and tab, which could rewrite a terminal; those that change the direction of the
-# text after them, which could show it in another order; and halves of surrogate pairs, which cannot be encoded.
+# Control characters except newline and tab could rewrite a terminal; direction marks could reorder the text after them;
+# unpaired surrogates cannot be encoded.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MARKS = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_|[]#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
@@ -21,19 +21,19 @@ def clean(text: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Returns text without user names and passwords in its addresses, each of which ends at the next white space."""
+    """Returns the text without user names and passwords in URLs. A URL ends at the next white space."""
     return re.sub(r"://\S*@", "://***@", text)
 
 
 def markdown_text(text: str) -> str:
-    """Returns one line that Markdown shows as it is, also in the cell of a table."""
+    """Returns one line, escaped so that Markdown shows it unchanged, also in a table cell."""
     return one_line(text).translate(_MARKS)
 
 
 def code_span(text: str, *, in_table: bool = False) -> str:
-    """Returns one line as code in Markdown, between more backticks than it has in a row.
+    """Returns one line as a Markdown code span, fenced by more backticks than it contains in a row.
 
-    in_table: in the cell of a table, which a | would end, in code too.
+    in_table: whether to escape |, which ends a table cell even inside code.
     """
     line = one_line(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
@@ -42,25 +42,25 @@ def code_span(text: str, *, in_table: bool = False) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns the text with what cannot be printed replaced by spaces."""
+    """Returns the text with unprintable characters, such as newlines, replaced by spaces."""
     return "".join(sign if sign.isprintable() else " " for sign in text)
 
 
 def json_value(value: Any) -> Any:
-    """Returns what JSON can hold: numbers that are not finite become None, arrays lists, and paths text."""
+    """Returns the value as JSON can hold it: non-finite numbers become None, arrays lists, and paths strings."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # of numpy, which this module does not import
+    if hasattr(value, "tolist"):  # a numpy value; this module does not import numpy
         return json_value(value.tolist())
     return str(value) if isinstance(value, Path) else value
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Returns the names separated by commas; of more than four the first three and the number of the others."""
+    """Returns the names separated by commas; if more than four, the first three and the number of the rest."""
     return f"{', '.join(names[:3])} and {len(names) - 3} more" if len(names) > 4 else ", ".join(names)
 
 
@@ -78,7 +78,7 @@ def format_value(value: Any) -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns values by dotted key; the tables of a list are numbered."""
+    """Returns the values by dotted key; tables in a list are numbered from 0."""
     if isinstance(value, Mapping):
         items = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
@@ -89,7 +89,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the dotted keys whose values differ, with both values; a missing one is None."""
+    """Yields the dotted keys whose values differ, with both values; a missing value is None."""
     before, now = flatten(old), flatten(new)
     for key in [*now, *(key for key in before if key not in now)]:
         if before.get(key) != now.get(key):
@@ -157,7 +157,7 @@ def duration(seconds: float) -> str:
 
 
 def beside(value: float, bounds: Iterable[float], form: Callable[[float], str] = short) -> str:
-    """Returns `form(value)`, with more digits where these would not show on which side of a bound the value lies."""
+    """Returns `form(value)`, with more digits if needed to show on which side of each bound the value lies."""
     text = form(value)
     if not math.isfinite(value):
         return text

@@ -2,7 +2,7 @@
 
     Task -> Problem -> Prompt -> Engine -> Completion -> reward -> Trajectory
 
-All records are frozen and need no torch, so that files, processes and tests can build one without loading a model.
+All records are frozen and need no torch, so that files, processes and tests can build them without loading a model.
 Per-token fields are numpy arrays of equal length.
 """
 
@@ -22,8 +22,8 @@ ExpertArray = NDArray[np.int16]
 
 FinishReason = Literal["stop", "length", "abort"]
 EXTERNAL_VERSION = -1  # `policy_version` of tokens that were not sampled from a policy of the run
-MAX_REWARD = 1e18  # largest size of a reward: the square of an advantage must be finite in float32
-MIN_BEHAVIOR = -100.0  # smallest log-prob of a token that a sampler drew: a lower one (-9999.0, -inf) stands for none
+MAX_REWARD = 1e18  # largest |reward|: the square of an advantage must be finite in float32
+MIN_BEHAVIOR = -100.0  # smallest log-prob of a sampled token; lower values (-9999.0, -inf) mark a missing one
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class SamplingParams:
     """The sampling parameters of a completion; stored with every trajectory.
 
     `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` disable truncation. `logprobs` selects the distribution
-    that the log-probs describe: "processed" is the sampled one (after temperature, top-k and top-p), "raw" the softmax
-    of the model's logits. Both agree at temperature 1 without truncation. `top_logprobs` counts the ids in `TopTokens`.
+    that the log-probs describe: "processed" (after temperature, top-k and top-p, as sampled) or "raw" (softmax of the
+    model's logits). Both agree at temperature 1 without truncation. `top_logprobs` counts the ids in `TopTokens`.
     """
 
     temperature: float = 1.0
@@ -72,7 +72,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopTokens:
-    """The most probable ids at each token and their log-probs under the sampler, (tokens, k); -1 and -inf for none."""
+    """The most probable ids at each token and their log-probs under the sampler, (tokens, k); missing: -1, -inf."""
 
     ids: IntArray
     logps: FloatArray
@@ -85,12 +85,12 @@ class TopTokens:
 class EpisodeOutcome:
     """What happened in the environment of a multi-turn response."""
 
-    prompt: Prompt  # of this response, with what `reset` returned
+    prompt: Prompt  # of this response, including what `reset` returned
     calls: int = 0
     tool_errors: int = 0  # calls that raised or could not be made
     void: bool = False  # the last turn is neither a call nor an answer
     failure: str | None = None  # why the response is dropped: the environment raised or hung
-    reward: float | None = None  # from the environment; None where the rewards of the recipe score the response
+    reward: float | None = None  # from the environment; None if the rewards of the recipe score the response
     tool_error: str | None = None  # the first error that a call raised, as the model read it
 
 
@@ -98,17 +98,17 @@ class EpisodeOutcome:
 class Completion:
     """One sampled response: token ids, their log-probs under the sampler, and the policy version of each token.
 
-    `loss_mask`: in a multi-turn response, True at tokens the policy sampled and False at those of observations, whose
-    log-prob and entropy are NaN, whose version is `EXTERNAL_VERSION` and whose sampling mask is the token itself.
-    Every observation has at least one token. None: all tokens were sampled. `text` is that of the last turn. `outcome`
-    is set once the response is complete.
+    `loss_mask`: in a multi-turn response, True at tokens the policy sampled and False at observation tokens; None if
+    all were sampled. Each observation has at least one token; its log-probs and entropies are NaN, its versions are
+    `EXTERNAL_VERSION` and its sampling masks are the tokens themselves. `text` is the text of the last turn.
+    `outcome` is set once the response is complete.
 
     `sampling_mask`: under truncated sampling, the vocabulary ids each token was drawn from
     (docs/results/experiments.md). The trainer renormalizes over them so that both policies share one action space.
 
-    `routed_experts` are those of a mixture-of-experts model (docs/routing.md), (prompt + response - 1, layers, k): one
-    entry for each token that was run through the model, which the last token is not. Where the weights changed during
-    the response, an entry is of the policy that ran its token first.
+    `routed_experts` are the experts that a mixture-of-experts model chose (docs/routing.md), (prompt + response - 1,
+    layers, k): one entry per token except the last, which is never fed to the model. If the weights changed during the
+    response, an entry is from the policy that ran the token first.
     """
 
     response_ids: IntArray
@@ -135,19 +135,19 @@ class Completion:
 
     @property
     def external(self) -> bool:
-        """Whether no policy of the run sampled any of its tokens, as of a demonstration."""
+        """Whether no token was sampled by a policy of the run, as in a demonstration."""
         return len(self.policy_version) > 0 and bool((self.policy_version == EXTERNAL_VERSION).all())
 
     @property
     def turn(self) -> IntArray:
-        """The number of the model turn of each token, from 0, (tokens,); an observation belongs to the turn before."""
+        """The turn number of each token, from 0, (tokens,); an observation belongs to the turn before it."""
         sampled = self.sampled
         begins = sampled & ~np.concatenate([[True], sampled[:-1]])
         return begins.cumsum(dtype=np.int64)
 
     @classmethod
     def empty(cls) -> Completion:
-        """Returns the prefix of no tokens: the whole response is sampled."""
+        """Returns an empty prefix: the engine samples the whole response."""
         return cls(
             response_ids=np.empty(0, dtype=np.int64),
             logp_behavior=np.empty(0, dtype=np.float32),
@@ -226,11 +226,11 @@ class Task(Protocol):
         ...
 
     def gold(self, problem: Problem) -> str:
-        """Returns the correct response including the stop string, as the supervised warm start trains on it."""
+        """Returns the correct response including the stop string, for the supervised warm start."""
         ...
 
     def with_tools(self, stop: tuple[str, ...], schemas: Sequence[Any], instructions: str, description: str) -> Task:
-        """Returns the task for multi-turn episodes: with the stops of calls, and tools or instructions in prompts."""
+        """Returns the task for multi-turn episodes: with stops of tool calls, and tools or instructions in prompts."""
         ...
 
     @property
@@ -293,7 +293,7 @@ class TurnHandler(Protocol):
     def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:
         """Begins to handle the last turn of `completion`, which ended with a stop. Returns at once.
 
-        Returns the finish reason if the turn itself ends the response, whatever any tool would do; None if `result` has
+        Returns the finish reason if the turn itself ends the response, without regard to tools; None if `result` tells
         what follows. A turn that was submitted before is not handled again.
         """
         ...
@@ -330,9 +330,8 @@ class Engine(Protocol):
         """Returns `samples` completions for each prompt, in order. Equal arguments and weights give equal tokens.
 
         `prefixes[p][s]` holds the first tokens of sample s of prompt p, of any origin. The completion returned is the
-        whole response; its log-probs and policy versions are per token, those of the prefix unchanged. An empty prefix
-        gives exactly the result of no prefix. A complete response (`finish_reason="stop"`, or `max_tokens` long) is
-        returned unchanged.
+        whole response; the tokens of the prefix keep their log-probs and policy versions. An empty prefix gives exactly
+        the result of no prefix. A complete response (`finish_reason="stop"`, or `max_tokens` long) is returned as is.
 
         With `turns`, a stop ends a turn instead of the response: `turns` returns an observation, which is appended, or
         the end of the response. Responses advance independently of each other. `max_tokens` counts all tokens of a
@@ -351,13 +350,13 @@ class Engine(Protocol):
         ...
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """Returns the weights in use, by the names `update_weights` takes; with `as_is` that changes no bit."""
+        """Returns the weights in use, named as in `update_weights`. Loading them with `as_is` changes no bit."""
         ...
 
     def restart(self) -> None:
         """Restart the engine after `EngineDeadError`; does nothing while it is alive.
 
-        Raises `TrimtabError` when it cannot be restarted.
+        Raises `TrimtabError` if it cannot be restarted.
         """
         ...
 

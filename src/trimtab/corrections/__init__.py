@@ -4,10 +4,10 @@ reduce        selection of trained tokens, and sums over sequences
 ratios        ratios of two policies: of tokens, sequences, turns and prefixes
 weights       importance weights, bounded
 masks         rejection rules
-divergences   k1, k2, k3 and others of a token
+divergences   per-token divergences: k1, k2, k3 and others
 statistics    sums and histograms that `+` merges over parts of a batch
 correction    weights, masks and statistics of a batch in one pass
-code_lines    the lines of a loss function in plain PyTorch, to which every part adds its own
+code_lines    prints a loss as a plain PyTorch function, to which every part adds its lines
 arguments     checks of what callers pass
 """
 

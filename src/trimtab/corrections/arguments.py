@@ -18,11 +18,11 @@ from trimtab.errors import TrimtabError, did_you_mean
 TOKENS = "(batch, time)"
 _KINDS = {"sequence_ids": "integer", "turn": "integer", "age": "integer", "response_ids": "integer"}
 _KINDS |= {"mask": "bool", "off_policy": "bool"}
-"""Of arguments that are not floating-point numbers."""
+"""Kinds of the arguments that are not floating-point."""
 
 
 def check_batch(mask: object, **tensors: object) -> None:
-    """Raises `ValueError` unless mask is (batch, time) bool, and the others, where given, are of its shape and device.
+    """Raises `ValueError` unless mask is (batch, time) bool and the other given tensors have its shape and device.
 
     Unchecked, a float mask would select nothing and a shorter tensor would be broadcast, both silently.
     """
@@ -36,10 +36,10 @@ def check_batch(mask: object, **tensors: object) -> None:
 def check_tensor(
     name: str, value: object, mask: object, *shapes: tuple[int, ...], kind: str = "", words: str = TOKENS
 ) -> None:
-    """Raises `ValueError` unless `value` is a dense tensor of one of the shapes, of its kind, and where the mask is.
+    """Raises `ValueError` unless `value` is a dense tensor with one of the shapes, the kind, and the mask's device.
 
-    kind: bool, integer, float, number (integer or float) or real (bool too); by default what an argument of this name
-    is. words: the shapes in words.
+    kind: bool, integer, float, number (integer or float) or real (also bool); by default the kind of arguments with
+    this name. words: the shapes in words.
     """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is a {type(value).__name__}, not a tensor {words}")
@@ -56,7 +56,7 @@ def check_tensor(
 
 
 def check_advantage(advantage: object, mask: Tensor) -> None:
-    """Raises `ValueError` unless the advantages are numbers (batch, 1) or (batch, time) beside the mask."""
+    """Raises `ValueError` unless the advantages are numbers (batch, 1) or (batch, time) on the mask's device."""
     shapes = ((len(mask), 1), tuple(mask.shape))
     check_tensor("advantage", advantage, mask, *shapes, kind="number", words="(batch, 1) or (batch, time)")
 
@@ -70,14 +70,14 @@ def _is(kind: str, dtype: torch.dtype) -> bool:
 
 
 def check_option(part: object, name: str, options: Iterable[str]) -> None:
-    """Raises `TrimtabError` where a field of a part, by name, is none of the options."""
+    """Raises `TrimtabError` if the field `name` of a part is none of the options."""
     value = getattr(part, name)
     if value not in options:
         raise TrimtabError(f"{type(part).__name__}: unknown {name} {value!r}{did_you_mean(str(value), options)}")
 
 
 def check_range(part: object, name: str, interval: str, optional: bool = False) -> None:
-    """Raises `TrimtabError` where a field of a part is outside an interval, such as "(0, inf)".
+    """Raises `TrimtabError` if the field `name` of a part is outside an interval, such as "(0, inf)".
 
     optional: whether None is allowed.
     """
@@ -92,13 +92,13 @@ def check_range(part: object, name: str, interval: str, optional: bool = False) 
 
 
 class CheckedFields:
-    """The base class of parts, frozen dataclasses: a new one checks its fields made by `one_of` and `within`."""
+    """The base class of parts, which are frozen dataclasses. It checks the fields made by `one_of` and `within`."""
 
     def __post_init__(self) -> None:
         self.check_fields()
 
     def check_fields(self) -> None:
-        """Raises `TrimtabError` naming a field with another value; for a `__post_init__` that checks more."""
+        """Raises `TrimtabError` naming an invalid field. For subclasses that have their own `__post_init__`."""
         for item in fields(cast(Any, self)):
             if "check" in item.metadata:
                 check, *what = item.metadata["check"]
@@ -106,16 +106,16 @@ class CheckedFields:
 
 
 def one_of(options: Iterable[str], default: Any = MISSING) -> Any:
-    """Returns a field whose value is one of the options."""
+    """Returns a dataclass field whose value must be one of the options."""
     return field(default=default, metadata={"check": (check_option, options)})
 
 
 def within(interval: str, default: Any = MISSING, *, optional: bool = False) -> Any:
-    """Returns a field whose value is a number in an interval, such as "(0, inf)", or None where that is allowed."""
+    """Returns a dataclass field whose value must be in an interval, such as "(0, inf)", or None if `optional`."""
     return field(default=default, metadata={"check": (check_range, interval, optional)})
 
 
 def check_bounds(low: Number, high: Number, part: str) -> None:
-    """Raises `TrimtabError` for bounds that do not enclose 1."""
+    """Raises `TrimtabError` if the bounds do not enclose 1."""
     if not 0.0 <= low <= 1.0 <= high:
         raise TrimtabError(f"{part}: [{low:g}, {high:g}] must enclose 1, since bounds are on the ratio itself")

@@ -1,10 +1,10 @@
 """A loss as functions in plain PyTorch that need no other import (`Objective.code`). Every part adds its own lines.
 
-A part has `code(lines)` beside its `equation()`, which returns an expression. Names in it are the arguments of the
-printed function, `current`, `behavior`, `advantage`, ..., (batch, time) and 0 at padding; what it added to `lines`; and
-what all parts share: `length` and `position` (of trained tokens in the response), `ratio` and `log_ratio` of the
-objective, `log_rho` = log proximal/behavior, `log_w` = log current/behavior. A function has the lines that its result
-needs, each before what reads it.
+Each part has `code(lines)` beside `equation()`: it returns an expression. The expression may read the arguments of the
+printed function (`current`, `behavior`, `advantage`, ...), which are (batch, time) and 0 at padding, and the names that
+the part added to `lines`. All parts share `length` and `position` (of trained tokens in the response), `ratio` and
+`log_ratio` of the objective, `log_rho` = log proximal/behavior, and `log_w` = log current/behavior. A printed function
+has only the lines that its result needs, in order of dependence.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ARGUMENTS = {
     "mask": "bool, True at trained tokens; the others may hold any value, NaN included",
     "advantage": "(batch, 1) or (batch, time)",
 }
-"""What each is, in the order in which functions take them."""
+"""The meaning of each argument, in the order in which functions take them."""
 POLICIES = ("current", "proximal", "behavior", "reference")
 COUNTS = ("tokens", "responses")
 RESERVED = (*ARGUMENTS, *COUNTS, "kept", "weight", "surrogate", "keep", "losses", "regularizers", "valid")
-"""Names to which no part can give a value of its own."""
+"""Names that parts cannot define."""
 
 ASCII = {
     **{"σ_": "sigma_", "ε": "eps"},
@@ -43,19 +43,19 @@ ASCII = {
     **{"π": "pi", "μ": "mu", "ρ": "rho", "τ": "tau", "α": "alpha", "σ": "sigmoid", "Σ": "sum", "Π": "prod"},
     **{"\\": "/", '"""': "'''"},
 }
-"""How an equation is written in a docstring."""
+"""ASCII replacements for the symbols of an equation in a printed docstring."""
 
 WIDTH = 116
-"""Of a line in a function of 120 columns."""
+"""Columns of a line in a function body: 120 without the indentation."""
 
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _NUMBER = re.compile(r"(?<![\w.])(\d+(\.\d+)?(e[-+]?\d+)?|inf)\b")
 
 
 class Lines:
-    """What each name stands for in a function: an expression, which may end in a comment.
+    """The lines of a printed function, by name: each is an expression, which may end in a comment.
 
-    level, over: those of the objective's ratio. of_update: what the whole update decides, by name, in words.
+    level, over: fields of the objective's ratio. of_update: statistics of the whole update, with a description by name.
     """
 
     def __init__(self, level: str, over: str) -> None:
@@ -86,7 +86,7 @@ class Lines:
             self.values[f"{level}_log_ratio"] = self.at_level("token_log_ratio.detach()", level)
 
     def define(self, name: str, expression: str) -> str:
-        """Adds the line `name = expression`, and returns the name, numbered where it stands for something else."""
+        """Adds the line `name = expression`, and returns the name, with a number if the name is taken."""
         free, number = name, 1
         while self.values.get(free, expression) != expression:
             number += 1
@@ -95,7 +95,7 @@ class Lines:
         return free
 
     def write(self, text: str) -> str:
-        """Adds lines `name = expression`, and returns the last line, an expression, with the names that they got."""
+        """Adds the lines `name = expression` by `define`, and returns the last line, an expression of these names."""
         while "\n" in (text := text.strip()):
             row, _, text = text.partition("\n")
             name, _, expression = row.partition(" = ")
@@ -114,7 +114,7 @@ class Lines:
         return self.define(name, f"{clamped(self.at_level(self.log_of(policy), level))}.exp()")
 
     def at_level(self, log: str, level: str) -> str:
-        """Returns a log-ratio at a level, from that of the tokens."""
+        """Returns an expression of the log-ratio at a level. log: the name of the per-token log-ratio."""
         total, length = f"{log}.sum(1, keepdim=True)", "length"
         if level in TURN_LEVELS:
             self.values.setdefault("zeros", f"torch.zeros(len(mask), len(numbers)).to({log.partition('.')[0]})")
@@ -124,7 +124,7 @@ class Lines:
         return log if level == "token" else f"{total} / {length}" if level.endswith("geometric") else total
 
     def read_by(self, expression: str, seen: set[str]) -> Iterator[str]:
-        """Yields the names that an expression reads and are not in `seen`, each after those that it reads itself."""
+        """Yields the names that an expression needs and that are not in `seen`, in order of dependence."""
         for name in _NAME.findall(expression.partition("  # ")[0]):
             if name in self.values and name not in seen:
                 seen.add(name)
@@ -132,7 +132,7 @@ class Lines:
                 yield name
 
     def function(self, result: str) -> tuple[list[str], list[str]]:
-        """Returns the arguments of a function that returns an expression, and its lines."""
+        """Returns the arguments and the lines of a function that returns the expression `result`."""
         read, rows = set(self.read_by(result, set())), list[str]()
         arguments = [name for name in ARGUMENTS if name in read]
         for name in self.read_by(" ".join([*arguments, result]), set()):
@@ -155,9 +155,9 @@ def _as_written(found: re.Match[str]) -> str:
 
 
 def write(lines: Lines, loss: str, name: str, titles: Sequence[str], equation: Sequence[str], advantage: str) -> str:
-    """Returns the text of the function of a loss, after those of the whole update if it needs any.
+    """Returns the code of a loss function, after functions of whole-update statistics if the loss needs any.
 
-    loss: an expression of what `lines` have. titles: what stands at its head. advantage: which kind, in words.
+    loss: an expression in the names of `lines`. titles: comments at the head. advantage: the kind, in words.
     """
     name = re.sub(r"\W+|^(?=\d)", "_", name).rstrip("_").lower()
     functions, optional = list[str](), dict[str, str]()

@@ -20,16 +20,16 @@ from trimtab.errors import TrimtabError
 
 BLOCK_TOKENS = {"cpu": 1 << 18}
 BLOCK_TOKENS_ELSEWHERE = 1 << 19
-"""Tokens per block: as many as fit a CPU core's cache, or occupy an accelerator while the memory of intermediate
-tensors stays bounded."""
+"""Tokens per block: few enough for a CPU core's cache, enough to occupy an accelerator with bounded memory for
+intermediate tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchCorrection:
     """The result of `compute_correction` over one batch.
 
-    weight: (batch, time), bounded and not yet normalized; 0 where untrained or rejected by it; None without a `Weight`.
-    keep: (batch, time) bool, tokens of the mask that no rule rejected, nor the weight's own mask.
+    weight: (batch, time), bounded, not yet normalized; 0 if untrained or rejected by a `Weight`; None without one.
+    keep: (batch, time) bool, True at trained tokens that neither a rule nor the weight rejected.
     statistics: mergeable, by metric key.
     mismatch: statistics of proximal/behavior over the original mask; None without `measure`.
     """
@@ -60,11 +60,11 @@ def compute_correction(
 ) -> BatchCorrection:
     """Computes weight, keep and their statistics. No gradient, no synchronization with the device.
 
-    All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None
-    where nothing reads them; `measure` reads `proximal`. `turn` is the number of the model turn of each token, which
-    levels of turns read. Raises `ValueError` naming a missing tensor.
-    `measure` adds the mismatch statistics. Cost is linear in tokens. A batch with `sequence_ids` is one block, as its
-    sequences may span all rows.
+    All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None if
+    nothing reads them; `measure` reads `proximal`. `turn` is the turn number of each token, read at turn levels. Raises
+    `ValueError` naming a missing tensor.
+    `measure` adds the mismatch statistics. The cost is linear in tokens. A batch with `sequence_ids` is one block,
+    because its sequences may span all rows.
     """
     tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage}
     for rule in (*masks, *([] if weight is None else [weight])):
@@ -109,7 +109,7 @@ def compute_correction(
 
 
 def _apply_masks(rules: Sequence[Mask], inputs: RuleInputs) -> tuple[Tensor, dict[str, Mergeable]]:
-    """Applies every rule to the original mask, and returns what all of them keep and the rejected shares."""
+    """Applies every rule to the original mask. Returns the tokens that all rules keep, and rejected shares."""
     keep = inputs.sequences.mask
     statistics: dict[str, Mergeable] = {}
     for place, rule in enumerate(rules):
@@ -122,7 +122,7 @@ def _apply_masks(rules: Sequence[Mask], inputs: RuleInputs) -> tuple[Tensor, dic
                 f"{type(rule).__name__}.keep returned shape {tuple(passed.shape)}, expected {tuple(keep.shape)}: "
                 "values of whole sequences are spread to their tokens by inputs.sequences.spread"
             )
-        passed = passed.expand_as(keep).contiguous()  # broadcasting bools takes a CPU ten times as long
+        passed = passed.expand_as(keep).contiguous()  # broadcast bools are ten times slower on a CPU
         keep = keep & passed
         alike = sum(other.rule == rule.rule for other in rules[:place])
         statistics |= _rejected(rule.rule + (f"_{alike + 1}" if alike else ""), passed, inputs.sequences)
@@ -134,7 +134,7 @@ def _apply_weight(
 ) -> tuple[Tensor, Tensor | None, dict[str, Mergeable]]:
     """Returns the bounded weight of every token, which tokens it keeps (None: all), and its statistics.
 
-    histogram: that of the mismatch of tokens, where it is known already.
+    histogram: of the per-token log-ratios proximal/behavior, if already computed.
     """
     sequences, ratios = inputs.sequences, inputs.over(weight.over)
     units = units_of(sequences, weight.level)

@@ -7,8 +7,8 @@ For tokens drawn from q (http://joschu.net/blog/kl-approx.html):
     k3 = rho - 1 - l        unbiased for KL(q||p), never negative
     tv = |rho - 1|          twice an unbiased estimate of the total variation
 
-Two read the probabilities p, q of the drawn token, as a lower bound of the divergence over the vocabulary
-(data processing; DPPO, arXiv 2602.04879):
+Two divergences read the probabilities p, q of the drawn token. They are lower bounds of the divergence over the
+vocabulary (data processing inequality; DPPO, arXiv 2602.04879):
 
     binary_tv = |p - q|
     binary_kl = KL(Bernoulli(q) || Bernoulli(p))
@@ -26,7 +26,7 @@ from trimtab.corrections.ratios import LOG_RATIO_BOUND, Ratios, ratio_excess
 DIVERGENCES = ("k1", "k2", "k3", "tv", "binary_tv", "binary_kl")
 
 _REST_FLOOR = 1e-8
-"""Smallest probability of all other tokens, where log q rounds to 0."""
+"""Smallest probability of all other tokens, in case log q rounds to 0."""
 
 
 def estimate(kind: str, log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -37,10 +37,10 @@ def estimate(kind: str, log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*s
 
 
 def k3(log_ratio: Float[Tensor, "*shape"], excess: Float[Tensor, "*shape"] | None = None) -> Float[Tensor, "*shape"]:
-    """Returns rho - 1 - l in nats, never negative; excess: rho - 1, where it is known already.
+    """Returns rho - 1 - l in nats, never negative. excess: rho - 1, if already computed.
 
-    l is bounded above, where rho would overflow, and not below: l = -25 gives 24, l = 25 what 20 gives (4.9e8), without
-    gradient.
+    l is bounded above only, so that rho does not overflow: l = -25 gives 24; l = 25 gives the value at 20 (4.9e8),
+    without gradient.
     """
     return (ratio_excess(log_ratio) if excess is None else excess) - log_ratio.clamp(max=LOG_RATIO_BOUND)
 
@@ -54,7 +54,7 @@ def probability_gap(log_q: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*s
 def binary_kl(log_q: Float[Tensor, "*shape"], log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns KL(Bernoulli(q) || Bernoulli(p)), never negative.
 
-    The textbook form cancels: in float32 it is negative for two policies that differ by 1e-5 nats.
+    The textbook form suffers from cancellation: in float32 it is negative for policies that differ by 1e-5 nats.
     """
     rest = (-torch.expm1(log_q)).clamp(min=_REST_FLOOR)
     relative = (-probability_gap(log_q, log_ratio) / rest).clamp(min=-1 + torch.finfo(log_ratio.dtype).eps)

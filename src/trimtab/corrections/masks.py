@@ -43,8 +43,8 @@ READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 class RuleInputs:
     """The inputs of a rule, without gradient; log-ratios and log-probs are 0 at untrained positions.
 
-    mismatch: the ratios proximal/behavior. policy: the ratios current/behavior. Those of a policy that no rule names in
-    `reads` are not computed; reading them raises `ValueError`.
+    mismatch: the ratios proximal/behavior. policy: the ratios current/behavior. A ratio is computed only if some rule
+    lists its policy in `reads`; reading another ratio raises `ValueError`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RuleInputs:
 
     @cached_property
     def behavior(self) -> Float[Tensor, "batch time"]:
-        """log mu as reported by the sampler."""
+        """log mu, as reported by the sampler."""
         return select(self._behavior, self.sequences.mask)
 
     @property
@@ -93,7 +93,7 @@ def _require(part: Part | None, name: str, read: str) -> Part:
 class Mask(CheckedFields, ABC):
     """The base class of rejection rules. A subclass is a frozen dataclass of its bounds.
 
-    per_response: whether it needs one advantage for all tokens of a response.
+    per_response: whether all tokens of a response must have the same advantage.
     """
 
     per_response: ClassVar[bool] = False
@@ -106,9 +106,9 @@ class Mask(CheckedFields, ABC):
     @property
     @abstractmethod
     def reads(self) -> frozenset[str]:
-        """The subset of `READABLE` that it reads; `turn` where it reads `inputs.sequences.turns`.
+        """The subset of `READABLE` that the rule reads, with `turn` if it reads `inputs.sequences.turns`.
 
-        Without `proximal` no proximal forward is needed for it; with `current` it is evaluated in every forward.
+        A rule without `proximal` needs no proximal forward; a rule with `current` is evaluated in every forward.
         """
 
     @abstractmethod
@@ -123,16 +123,16 @@ class Mask(CheckedFields, ABC):
         """Returns the condition that follows `keep where` in the equation, with its numbers."""
 
     def code(self, lines: Lines) -> str:
-        """Returns that condition as PyTorch code; optional, for `Objective.code`."""
+        """Returns the condition of `equation` as PyTorch code; optional, for `Objective.code`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Band(Mask):
-    """Keeps where min <= ratio <= max at a level. The bounds are on the ratio itself, never on its inverse.
+    """Keeps tokens with min <= ratio <= max at a level. The bounds are on the ratio itself, never on its inverse.
 
     over: the policy whose ratio to the sampler is judged, "proximal" or "current". A rule over the current policy needs
-        no proximal forward, and is evaluated anew in every forward.
+        no proximal forward, and is evaluated in every forward.
     """
 
     level: str
@@ -170,12 +170,12 @@ class Band(Mask):
 
 @dataclass(frozen=True)
 class Divergence(Mask):
-    """Keeps where a divergence, per token or reduced over the sequence, is at most `max`.
+    """Keeps tokens whose divergence, per token or reduced over the sequence, is at most `max`.
 
     kind: k1, k2, k3 or tv, which read the ratio; binary_tv or binary_kl, which read the probabilities.
     reduce: token, or the mean, max or sum over the sequence. over: as in `Band`.
-    outward: keep every token whose update brings the policy `over` nearer to the sampler, or leaves it (A = 0). With
-        reduce = "token" the rule of DPPO (arXiv 2602.04879), with tv and "mean" that of VACO (arXiv 2603.01365).
+    outward: reject only tokens whose update moves the policy `over` away from the sampler. This is the rule of DPPO
+        (arXiv 2602.04879) with reduce = "token", and the rule of VACO (arXiv 2603.01365) with tv and "mean".
     """
 
     kind: str = one_of(divergences.DIVERGENCES)
@@ -220,16 +220,16 @@ class Divergence(Mask):
 
 
 def moves_away(log_ratio: Float[Tensor, "batch time"], advantage: Float[Tensor, "batch #time"]) -> Tensor:
-    """Returns True where a step along the advantage takes current/behavior further away from 1; never at A = 0."""
+    """Returns True if a step along the advantage moves the ratio to the sampler away from 1; never at A = 0."""
     return log_ratio.sign() * advantage > 0
 
 
 @dataclass(frozen=True)
 class Veto(Mask):
-    """Rejects a whole sequence when any of its trained tokens is below `min`, on raw values.
+    """Rejects a whole sequence if any of its trained tokens is below `min`, on unbounded values.
 
-    of: "ratio", the ratio to the sampler (Miles' code), or "probability", that of the numerator policy (the published
-        rule, docs/methods.md). They differ where the sampler's own probability is tiny.
+    of: "ratio", the ratio to the sampler (Miles' code), or "probability", the probability under the numerator policy
+        (the published rule, docs/methods.md). They differ if the sampler's own probability is tiny.
     over: as in `Band`.
     """
 
@@ -268,11 +268,11 @@ _REJECTED = {"negative": (torch.lt, "<"), "positive": (torch.gt, ">"), "both": (
 
 @dataclass(frozen=True)
 class OPSM(Mask):
-    """Off-policy sequence masking (DeepSeek-V3.2): rejects where A < 0 and mean_t(log mu - log pi) > delta.
+    """Off-policy sequence masking (DeepSeek-V3.2): rejects responses with A < 0 and mean_t(log mu - log pi) > delta.
 
-    It compares with mu, not pi_old, so that drift inside the update and mismatch both count.
+    It compares pi with mu, not with pi_old, so that drift inside the update and mismatch both count.
 
-    sign: the advantages that can be rejected: "negative" (the published rule), or as controls "positive" and "both".
+    sign: the sign of advantages to reject: "negative" (the published rule), or as controls "positive" and "both".
     """
 
     per_response = True
@@ -308,13 +308,13 @@ class PrefixBudget(Mask):
     """Rejects tokens that move further from the sampler once the response has spent its budget of divergence.
 
     The divergence D_t = |pi - mu| of the sampled token has a weight that falls linearly from 1 at the first trained
-    token to `weight_min` at the last, since early tokens change more of what follows. Kept where the update does not
-    lead away from the sampler, or where
+    token to `weight_min` at the last, since early tokens change more of what follows. A token is kept if its update
+    does not move away from the sampler, or if
 
         weight_t D_t <= min(max, max + b sum_(s<t) weight_s - sum_(s<t) weight_s D_s)
 
-    with b the `quantile` of D over the response, within [budget, 2 budget]. The sums run over all trained tokens, kept
-    or not. Cumulative prefix divergence, CPPO, arXiv 2606.10968.
+    with b the `quantile` of D over the response, clamped to [budget, 2 budget]. The sums run over all trained tokens,
+    kept or not. Cumulative prefix divergence, CPPO, arXiv 2606.10968.
     """
 
     max: Number = within("(0, inf)", 0.15)
@@ -343,14 +343,14 @@ class PrefixBudget(Mask):
         return ~moves_away(log, inputs.advantage) | (spent <= allowed.clamp(max=self.max))
 
     def _quantile(self, values: Float[Tensor, "batch time"], sequences: Sequences) -> Float[Tensor, "sequences 1"]:
-        """Returns the quantile over the trained tokens of each sequence, linear between two values; 0 without one."""
+        """Returns the interpolated quantile over the trained tokens of each sequence; 0 if there are none."""
         lengths = sequences.lengths[:, 0].to(values.dtype)
         ordered, first = _sorted_values(values, sequences)
-        # The place of the quantile among the values of its sequence, in general between two of them.
+        # The fractional index of the quantile in the sorted values of its sequence.
         place = self.quantile * (lengths - 1).clamp(min=0)
         low = place.floor()
         last = first + (lengths - 1).clamp(min=0).long()
-        # A sequence without a trained token may begin past the end: any value will do, it is replaced below.
+        # A sequence without a trained token may begin past the end: its value is replaced by 0 below.
         end = len(ordered) - 1
         below = ordered[(first + low.long()).clamp(max=end)]
         above = ordered[torch.minimum(first + low.long() + 1, last).clamp(max=end)]
@@ -384,11 +384,11 @@ class PrefixBudget(Mask):
 def _sorted_values(
     values: Float[Tensor, "batch time"], sequences: Sequences
 ) -> tuple[Float[Tensor, "positions"], Int[Tensor, "sequences"]]:
-    """Returns the values sorted within each sequence, and the place of each sequence's smallest one.
+    """Returns the values sorted within each sequence, and the index of the smallest value of each sequence.
 
-    The values of untrained tokens come after all trained ones of the sequence, or of the batch.
+    Untrained tokens come after all trained tokens of their row, or, with `sequences.ids`, of the batch.
     """
-    if sequences.ids is None:  # a row is a sequence: one sort along the rows, a third of the time
+    if sequences.ids is None:  # each row is a sequence: one sort along the rows takes a third of the time
         rows, time = values.shape
         ordered = torch.where(sequences.mask, values, torch.inf).sort(dim=1).values
         return ordered.reshape(-1), torch.arange(rows, device=values.device) * time

@@ -29,7 +29,7 @@ PRODUCT_LEVELS = ("sequence", "turn")
 """Levels that multiply the ratios of a unit's tokens."""
 
 OVER = {"proximal": ("ρ", "π_old"), "current": ("w", "π")}
-"""Policies whose ratio to the sampler weights and rules read, with the letter of that ratio and the policy's symbol."""
+"""Numerators of the ratios to the sampler in weights and rules: the letter of the ratio, and the policy's symbol."""
 
 Number = float | int
 """A bound or coefficient; a recipe may contain 2 for 2.0."""
@@ -50,8 +50,8 @@ def log_ratio(
 def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level: str) -> Float[Tensor, "batch time"]:
     """Returns the log-ratio of a level at every token, with the gradient of that token's own log-prob.
 
-    Above token level the value is that of the sequence, turn or prefix and the gradient that of l_t (the GSPO-token
-    form, arXiv 2507.18071), so that clipping acts on the whole unit while every token keeps its own gradient.
+    Above token level, the value belongs to the sequence, turn or prefix, and the gradient to l_t (the GSPO-token form,
+    arXiv 2507.18071): clipping acts on the whole unit while every token keeps its own gradient.
     """
     if level == "token":
         return log_ratio
@@ -61,7 +61,7 @@ def at_level(log_ratio: Float[Tensor, "batch time"], sequences: Sequences, level
 
 
 def units_of(sequences: Sequences, level: str) -> Sequences:
-    """Returns the units that have one ratio each at this level: turns at the levels of turns, otherwise sequences."""
+    """Returns the units that have one ratio each at this level: turns at turn levels, otherwise sequences."""
     return sequences.turns if level in TURN_LEVELS else sequences
 
 
@@ -71,7 +71,7 @@ def bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def ratio_excess(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns rho - 1, the exponent bounded; `expm1` keeps the digits that rho - 1 loses where rho is close to 1."""
+    """Returns rho - 1 with a bounded exponent. `expm1` keeps the digits that rho - 1 loses for rho close to 1."""
     return torch.expm1(bounded(log_ratio))
 
 
@@ -104,7 +104,7 @@ class Ratios:
         return self.log_sequence / self.sequences.lengths.clamp(min=1)
 
     def log_at(self, level: str) -> Tensor:
-        """Log-ratio (batch, time) at the levels of tokens and prefixes, (sequences, 1) or (turns, 1) otherwise."""
+        """Returns the log-ratio: (batch, time) at token and prefix levels, else (sequences, 1) or (turns, 1)."""
         if level == "token":
             return self.log
         if level in PREFIX_LEVELS:
@@ -118,8 +118,8 @@ class Ratios:
         return self.log_sequence if level == "sequence" else self.log_geometric
 
     def at(self, level: str) -> Tensor:
-        """Ratio (batch, time) at the levels of tokens and prefixes, (sequences, 1) or (turns, 1) otherwise."""
-        # Not excess + 1, which leaves three digits of a ratio of 1e-5: current/proximal of that token may be 1e5.
+        """Returns the ratio: (batch, time) at token and prefix levels, else (sequences, 1) or (turns, 1)."""
+        # Not excess + 1, which has three digits for a ratio of 1e-5: current/proximal of that token may be 1e5.
         return bounded(self.log_at(level)).exp()
 
 
@@ -132,7 +132,7 @@ _FORMS = {
     "prefix": ("{}_≤t", "Π_t {} over the tokens up to this one"),
     "prefix_geometric": ("{}_geo(≤t)", "(Π_t {})^(1/n) over the n tokens up to this one"),
 }
-"""The symbol of a ratio at each level, and its value from that of the tokens."""
+"""The symbol of a ratio at each level, and its formula from the ratios of tokens."""
 
 
 def symbol(letter: str, level: str) -> str:

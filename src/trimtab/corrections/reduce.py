@@ -23,7 +23,7 @@ def select(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
     """
     values = widen(values)
     if values.is_cpu and not (values.requires_grad and torch.is_grad_enabled()):
-        # `where` is a loop with a branch on a CPU, 2 to 7 times slower than a product of the bits with 1 or 0.
+        # On a CPU `where` is a loop with a branch, 2 to 7 times slower than multiplying the bits by 1 or 0.
         bits = torch.int64 if values.dtype == torch.float64 else torch.int32
         return (values.view(bits) * mask).view(values.dtype)
     return torch.where(mask, values, 0.0)
@@ -35,8 +35,8 @@ def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def nan_below_minimum(behavior: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns the sampler's log-probs, NaN where one is below `MIN_BEHAVIOR`."""
-    # On a CPU six times as fast as `where`. It also replaces what equals its bound, which is therefore slightly lower.
+    """Returns the sampler's log-probs, with NaN in place of values below `MIN_BEHAVIOR`."""
+    # On a CPU six times as fast as `where`. The bound is slightly lower, since values equal to it are replaced too.
     return torch.nn.functional.threshold(behavior, MIN_BEHAVIOR * (1 + 1e-6), torch.nan)
 
 
@@ -47,7 +47,7 @@ def finite_rows(
 ) -> Bool[Tensor, "batch 1"]:
     """Returns (batch, 1) bool: rows whose trained positions are finite in every given tensor (None is skipped).
 
-    behavior: the sampler's log-probs, for which a value below `MIN_BEHAVIOR` counts as not finite. Other rows are
+    behavior: the sampler's log-probs; a value below `MIN_BEHAVIOR` counts as not finite. Rows with False are
     invalid data: drop them before computing advantages and denominators, and report them.
     """
     finite = torch.ones_like(mask)
@@ -66,7 +66,7 @@ TURNS_UNKNOWN = (
 
 
 def _number_distinct(*keys: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
-    """Returns numbers from 0 that are equal exactly where all keys are equal; without synchronization."""
+    """Returns numbers from 0 that are equal exactly where all keys are equal. No synchronization."""
     flat = [key.reshape(-1) for key in keys]
     order = torch.arange(flat[0].numel(), device=flat[0].device)
     for key in reversed(flat):
@@ -94,7 +94,7 @@ class Sequences:
 
     @cached_property
     def turns(self) -> Sequences:
-        """`Sequences` in which every turn is a separate sequence. Raises `ValueError` where they are not known."""
+        """`Sequences` in which every turn is a separate sequence. Raises `ValueError` if turns are not known."""
         if self.turn is None:
             raise ValueError(TURNS_UNKNOWN)
         rows = torch.arange(len(self.mask), device=self.mask.device)[:, None]
@@ -105,7 +105,7 @@ class Sequences:
 
     @cached_property
     def slots(self) -> Int[Tensor, "positions"]:
-        """The index of each position's sequence in the results of reductions; padding has a separate one."""
+        """The index of each position's sequence in the results of reductions. Padding has an extra index."""
         if self.ids is None:
             rows = torch.arange(len(self.mask), device=self.mask.device)
             return rows[:, None].expand_as(self.mask).reshape(-1)
@@ -128,7 +128,7 @@ class Sequences:
         return values.amax(dim=1, keepdim=True) if self.ids is None else self._scatter(values, "amax")
 
     def mean(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "sequences 1"]:
-        """Returns the mean over the trained tokens of each sequence; 0 for a sequence without one."""
+        """Returns the mean over the trained tokens of each sequence; 0 if it has no trained token."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Sequences:
         return torch.cat([per_sequence, padding])[self.slots, 0].view(self.mask.shape)
 
     def prefix_sum(self, values: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-        """Returns the sum over each sequence up to and including each token."""
+        """Returns at each token the sum over its sequence up to and including the token."""
         if self.ids is None:
             return values.cumsum(dim=1)
         order, first = self._by_sequence
@@ -150,7 +150,7 @@ class Sequences:
 
     @cached_property
     def _by_sequence(self) -> tuple[Int[Tensor, "positions"], Int[Tensor, "positions"]]:
-        """The positions, sequence after sequence; and for each of them the place of the first one of its sequence."""
+        """The positions sorted by sequence; and for each, the index in this order where its sequence begins."""
         order = self.slots.argsort(stable=True)
         slots = self.slots[order]
         return order, torch.searchsorted(slots, slots)

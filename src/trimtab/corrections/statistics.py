@@ -1,7 +1,7 @@
 """Sufficient statistics of log-ratios as sums and histograms, which `+` merges exactly over parts of a batch.
 
-The effective sample size, the Pearson correlation or the quantiles of a whole cannot be averaged from those of its
-parts. All values stay tensors: nothing synchronizes with the device. Formulas: docs/reference-objectives.md.
+The effective sample size, the Pearson correlation and the quantiles of a batch cannot be computed from the same numbers
+of its parts. All values stay tensors: nothing synchronizes with the device. Formulas: docs/reference-objectives.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Mean(Mergeable):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Mean:
-        """Mean of values (bool or float, already 0 where the mask is False) over the mask."""
+        """Returns the mean over the mask of values (bool or float, already 0 where the mask is False)."""
         return cls(total(values.detach()), total(mask))
 
     def summary(self) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class Histogram(Mergeable):
 
     @classmethod
     def of(cls, log_ratio: Tensor, mask: Tensor) -> Histogram:
-        """Counts the log-ratios where the mask is True, NaN in the last bin."""
+        """Returns the counts of log-ratios where the mask is True; NaN is in the last bin."""
         counts = torch.zeros(_BINS, dtype=torch.int64, device=log_ratio.device)
         return cls(counts.scatter_add(0, _bin(log_ratio).reshape(-1), mask.reshape(-1).to(torch.int64)))
 
@@ -104,7 +104,7 @@ class Histogram(Mergeable):
 
     @property
     def beyond(self) -> Tensor:
-        """Number of log-ratios beyond the safety bound, exact up to those within half a bin of it."""
+        """Number of log-ratios beyond the safety bound; values within half a bin of the bound may count."""
         return (self.counts[0] + self.counts[-1]).double()
 
     def summary(self) -> dict[str, Tensor]:
@@ -132,8 +132,9 @@ def _centers(bins: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 class RatioStatistics(Mergeable):
     """Sums over trained tokens and sequences from which all mismatch metrics of a pair of policies are computed.
 
-    l is the log-ratio numerator/denominator, rho = exp(l) inside the safety bound; p and q are the probabilities the
-    numerator and the denominator give to the sampled token; L is the sum of l over a sequence of T trained tokens.
+    l is the log-ratio numerator/denominator, and rho = exp(l) with l inside the safety bound. p and q are the
+    probabilities of the sampled token under the numerator and the denominator. L is the sum of l over a sequence of T
+    trained tokens.
     """
 
     tokens: Tensor
@@ -166,7 +167,7 @@ class RatioStatistics(Mergeable):
         denominator: Float[Tensor, "batch time"],
         histogram: Histogram,
     ) -> RatioStatistics:
-        """Computes the statistics of the pair of policies that `ratios` and its histogram were computed from."""
+        """Returns the statistics of the pair of policies from which `ratios` and `histogram` were computed."""
         log, excess, mask = ratios.log, ratios.excess, ratios.sequences.mask
         # Selected before exp, since exp of an untrained -1e4 is denormal and a hundred times slower, and after it,
         # since exp of the 0 at untrained positions is 1.
@@ -244,7 +245,7 @@ def _perplexity(log_mean: Float[Tensor, "sequences 1"], sequences: Sequences) ->
 
 def total(values: Tensor) -> Tensor:
     """Returns the sum as a float64 scalar."""
-    # Counting is twice as fast as adding bools up.
+    # Counting is twice as fast as adding bools.
     return (values.count_nonzero() if values.dtype == torch.bool else values.sum()).double()
 
 

@@ -32,17 +32,15 @@ MEAN_FLOOR = 1e-8
 class Weight(CheckedFields):
     """An importance weight: the ratio of a policy to the sampler at a level, bounded, without gradient.
 
-    level: one of `LEVELS`. bound: truncate, clip or mask. min, max: bounds, None for none.
-    normalize: after bounding, divide by the mean over the update.
-    over: the policy, "proximal", or "current", whose weight is evaluated anew in every forward.
+    over: the numerator policy, "proximal" or "current". A weight over "current" is evaluated in every forward.
     Raises `TrimtabError` for unknown options and for bounds that do not enclose 1.
     """
 
     level: str = one_of(LEVELS, "token")
-    bound: str = one_of(BOUNDS, "truncate")
-    min: Number | None = None
-    max: Number | None = 2.0
-    normalize: bool = False
+    bound: str = one_of(BOUNDS, "truncate")  # truncate, clip or mask
+    min: Number | None = None  # None: no lower bound
+    max: Number | None = 2.0  # None: no upper bound
+    normalize: bool = False  # after bounding, divide by the mean over the update
     over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
@@ -65,7 +63,7 @@ class Weight(CheckedFields):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Fields of `PolicyLogps` that it reads."""
+        """Fields of `PolicyLogps` that the weight reads."""
         return frozenset({self.over, "behavior", *(["turn"] if self.level in TURN_LEVELS else [])})
 
     @property
@@ -85,7 +83,7 @@ class Weight(CheckedFields):
         return ratio.clamp(self.low, self.high) if self.bound == "clip" else ratio * self.inside(ratio)
 
     def normalized(self, weight: Tensor, total: Tensor, count: Tensor) -> Tensor:
-        """Returns the weights, divided by their mean total / count over the update if `normalize` is set."""
+        """Returns the weights; if `normalize` is set, divided by their mean over the update, total / count."""
         if not self.normalize:
             return weight
         mean = total / count.clamp(min=1)
@@ -110,7 +108,7 @@ class Weight(CheckedFields):
         return f"{bounded}.detach()" if self.over == "current" else bounded
 
     def add_mean(self, lines: Lines) -> None:
-        """Adds the mean of `weight` over the whole update, which `normalize` divides by, to the lines."""
+        """Adds to the lines the mean of `weight` over the whole update, by which `normalize` divides."""
         trained = "mask" if self.level in PER_TOKEN_LEVELS else "mask.any(1)"
         mean = f"weight[{trained}].mean()"
         if self.level in TURN_LEVELS:
@@ -130,7 +128,7 @@ class Weight(CheckedFields):
 
 @dataclass(frozen=True, eq=False)
 class WeightStatistics(Mergeable):
-    """Statistics of weights before and after bounding, over what has one: trained tokens, sequences or turns."""
+    """Statistics of the weights of trained tokens, sequences or turns, before and after bounding."""
 
     raw: Int[Tensor, "bins"]
     total: Tensor  # after bounding, before self-normalization

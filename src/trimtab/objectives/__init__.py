@@ -1,16 +1,16 @@
 """Objectives of off-policy policy optimization: parts, named presets, advantages and corrections.
 
 objective     the loss of a batch, from its parts, and its equation
-presets       the named objectives; lookup builds one by its name; keywords: what changes one; calibrate: its bounds
+presets       the named objectives; lookup builds them by name, keywords changes them, calibrate fits their bounds
 surrogates    the per-token terms, with ratio_bounds and smooth_surrogates
 regularizers  the KL term and score centering; aggregation: the denominators
-policies      the log-probs that an objective reads, and the noise of ALP; state: what is summed over an update
+policies      the log-probs that an objective reads, and the noise of ALP; state: sums over an update
 advantages    advantages from rewards
 correct       weights, masks and mismatch as functions, for any loss
 
-To register a new mask or surrogate: export its class here, a mask from `corrections` too; give it a `kind` in `MASKS`
-or `SURROGATES` of `keywords`. A new number of one is a field of its class, with its range (`within`), and written in
-`equation` and `code`; presets get it by a line of `keywords.Keywords`. CONTRIBUTING.md: tests, pages and presets.
+To register a new mask or surrogate: export its class here (a mask also from `corrections`) and give it a `kind` in
+`MASKS` or `SURROGATES` of `keywords`. A new parameter is a field of the class with its range (`within`), and appears in
+`equation` and `code`; a line in `keywords.Keywords` adds it to presets. Tests, pages and presets: CONTRIBUTING.md.
 """
 
 import sys
@@ -60,7 +60,7 @@ from trimtab.objectives.surrogates import Value as Value
 
 
 class _CallableModule(ModuleType):
-    """Makes `trimtab.objectives` both this package and, when called, the function that lists the presets."""
+    """Makes `trimtab.objectives` callable: the package is also the function that lists the presets."""
 
     def __call__(self) -> list[str]:
         return objectives()

@@ -25,7 +25,7 @@ ADVANTAGE_KINDS = {
     "optimal": "reward - V, V = b log mean exp(reward / b) over the group of a prompt",
     "batch-mean": "reward - mean over the batch",
 }
-"""What each is, in words."""
+"""The definition of each kind, in words."""
 
 FAILED = "drop failed samples before computing advantages"
 STD_EPS = 1e-6
@@ -49,9 +49,9 @@ def advantages(
         batch-mean  r - mean over the batch, whatever the groups         FlashREINFORCE
         optimal  r - V, V = beta ln mean exp(r / beta), beta = value_beta (1.0)   OAPL, arXiv 2602.19362 eq. 2
 
-    A group of equal rewards, or of one response, gives exactly 0; with batch-mean, a batch of equal rewards. Computed
-    in float64 and returned in float64 for such rewards, otherwise in float32. Raises `TrimtabError` for an unknown
-    kind, rewards that are not finite numbers of at most 1e18, ids that are missing, and `value_beta` of another kind.
+    Advantages are exactly 0 in a group of equal rewards or of one response; with batch-mean, in a batch of equal
+    rewards. Computed in float64; returned in float64 for float64 rewards, otherwise in float32. Raises `TrimtabError`
+    for an unknown kind, a reward not finite or above 1e18, a missing id, and `value_beta` if the kind is not optimal.
     """
     if not isinstance(kind, str) or kind not in ADVANTAGE_KINDS:
         raise TrimtabError(f"unknown advantage {kind!r}{did_you_mean(str(kind), ADVANTAGE_KINDS)}")
@@ -71,7 +71,7 @@ def advantages(
         result = _optimal(values, group, 1.0 if value_beta is None else value_beta)
     else:
         result = _centered(kind, values, group)
-    # Not in the dtype of the rewards: 6e4 - (-6e4) is not a number of float16.
+    # Not in the dtype of the rewards: 6e4 - (-6e4) overflows float16.
     return result.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32).unsqueeze(1)
 
 
@@ -87,14 +87,14 @@ def optimal_token_advantages(
         B_t = sum_i R_i W_it / sum_i W_it,   W_it = sum_(s<=t) (1 - 2 p(y_s) + sum_v p(v)^2)
 
     logp: log p(y) of the sampled tokens. squares: sum_v p(v)^2. Positions count trained tokens. W is the squared norm
-    of the score by the logits so far. Where a group has one response left, or at all, the baseline is 0: the tail of
-    the longest response gets its full return, as its own return for a baseline would leave nothing to train. Optimal
-    token baseline, arXiv 2602.07078; verl's `optimal_token_baseline` with `handle_zero_tail`.
+    of the gradient of log p with respect to the logits so far. If only one response of a group reaches a position, the
+    baseline there is 0: with the return itself as the baseline, nothing would be trained there. Optimal token baseline,
+    arXiv 2602.07078; verl's `optimal_token_baseline` with `handle_zero_tail`.
     """
     _check(rewards)
     values = rewards.detach().double()[:, None]
     energy = torch.where(mask, 1 - 2 * logp.double().exp() + squares.double(), 0.0)
-    # Trained tokens to the left, so that a column is a position.
+    # Trained tokens are packed to the left, so that a column is a position.
     place = (mask.cumsum(1) - 1).clamp(min=0)
     packed, present = torch.zeros_like(energy), torch.zeros_like(energy)
     packed.scatter_add_(1, place, energy.clamp(min=0))
@@ -111,10 +111,11 @@ def optimal_token_advantages(
 def distillation_advantages(
     teacher: Float[Tensor, "batch time"], student: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
 ) -> Float[Tensor, "batch time"]:
-    """Returns log p_teacher - log p_student of the sampled tokens, 0 at untrained ones: on-policy distillation.
+    """Returns log p_teacher - log p_student of sampled tokens, 0 at untrained tokens: on-policy distillation.
 
-    The policy gradient with these advantages is that of -KL(student || teacher) at each position. Thinking Machines
-    2025, "On-policy distillation"; MiMo-V2-Flash, arXiv 2601.02780. A token that the teacher excludes gives -inf.
+    The policy gradient with these advantages is the gradient of -KL(student || teacher) at each position. A token
+    that the teacher excludes gives -inf. Thinking Machines 2025, "On-policy distillation"; MiMo-V2-Flash, arXiv
+    2601.02780.
     """
     return log_ratio(teacher, student, mask).detach()
 
@@ -134,7 +135,7 @@ def _numbers(rewards: Tensor | NDArray[Any] | Sequence[Number]) -> Tensor:
 
 
 def _group_numbers(groups: Tensor | NDArray[Any] | Sequence[Hashable]) -> Tensor:
-    """Integers that are equal where the group ids are."""
+    """Returns integers that are equal exactly where the group ids are equal."""
     if isinstance(groups, Tensor):
         return groups
     ids = [group.item() if isinstance(group, Tensor) else group for group in groups]

@@ -81,7 +81,7 @@ class Aggregation(CheckedFields):
         return f"{text}; what is rejected is {rejected}" if rejects else text
 
     def code(self, lines: Lines, losses: str, keep: str) -> str:
-        """Returns the aggregated losses as PyTorch code. losses: a name. keep: that of tokens that are not rejected."""
+        """Returns the aggregated losses as PyTorch code. losses, keep: names of the losses and of the kept tokens."""
         kept = self.denominator == "kept" and losses == "losses"
         keep = keep if kept else "mask"
         length = f"{keep}.sum(1, keepdim=True).clamp(min=1)" if kept else "length"
@@ -99,5 +99,5 @@ class Aggregation(CheckedFields):
 
 
 def _positive(count: Tensor) -> Tensor:
-    """Returns the count, 1 where it is 0. Counts of other trainers may be fractions: totals over several steps."""
+    """Returns the count, or 1 if it is 0. Counts of other trainers may be fractions: totals over several steps."""
     return torch.where(count > 0, count, 1.0)

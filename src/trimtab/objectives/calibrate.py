@@ -1,7 +1,7 @@
 """Derives bounds of weights and masks from the ratios of one batch (`objective.calibrate = true`).
 
-Published sequence bounds were tuned on responses of thousands of tokens; on short ones they reject most of a healthy
-batch. A bound here is a quantile of the observed values, clamped to the range that published bounds span; shares
+Published sequence bounds were tuned on responses of thousands of tokens; on short responses they reject most of a
+healthy batch. Here a bound is a quantile of the observed values, clamped to the range of published bounds. Shares
 and ranges: docs/reference-choosing.md, "Bounds from the data".
 """
 
@@ -70,18 +70,16 @@ DELTA = Range(0.01, 1e-3, 0.5)
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """The samples that bounds are estimated from, float64 on the CPU. `+` concatenates those of parts of a batch.
+    """The samples that bounds are estimated from, float64 on the CPU. `+` concatenates the samples of two batches.
 
-    token: (tokens,) log proximal/behavior of trained tokens.
-    sequence, geometric, k3: (sequences,) sum and mean of it, and mean k3, of each response with a trained token.
-    turn: (turns,) sum of it over each turn with a trained token; None where turns are not known.
+    Sequences and turns without a trained token are left out.
     """
 
-    token: Float[Tensor, "tokens"]
-    sequence: Float[Tensor, "sequences"]
-    geometric: Float[Tensor, "sequences"]
-    k3: Float[Tensor, "sequences"]
-    turn: Float[Tensor, "turns"] | None = None
+    token: Float[Tensor, "tokens"]  # log proximal/behavior of the trained tokens
+    sequence: Float[Tensor, "sequences"]  # sum of `token` over each sequence
+    geometric: Float[Tensor, "sequences"]  # mean of `token` over each sequence
+    k3: Float[Tensor, "sequences"]  # mean k3 over each sequence
+    turn: Float[Tensor, "turns"] | None = None  # sum of `token` over each turn; None if turns are not known
 
     @classmethod
     @torch.no_grad()
@@ -118,7 +116,7 @@ class _Bound(NamedTuple):
 
 
 def bounds_of(name: str) -> tuple[str, ...]:
-    """Returns the keywords of an objective that can be calibrated: none without weight and masks, or for a function.
+    """Returns the keywords that can be calibrated: none without weight and masks, or for a custom function.
 
     A side that the preset leaves open (`weight_min = 0`) stays open. The clip range is not included: it limits how far
     one batch may move the policy and does not depend on the mismatch.
@@ -129,7 +127,7 @@ def bounds_of(name: str) -> tuple[str, ...]:
 def calibrated(preset: str, observed: Observed) -> dict[str, Any]:
     """Returns the preset's bounds for these samples, by keyword, rounded to six digits towards the looser side.
 
-    Raises `TrimtabError` when the preset has no such bounds, for too few samples, and for samples that are not finite.
+    Raises `TrimtabError` if the preset has no such bounds, or the samples are too few or not finite.
     """
     values = {}
     for bound in _required_bounds(preset):
@@ -151,10 +149,10 @@ def calibrated(preset: str, observed: Observed) -> dict[str, Any]:
 
 
 def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the keywords of an objective that are to be calibrated, beside its given keywords and parts.
+    """Returns the keywords of an objective to calibrate, after checking them against the given keywords and parts.
 
-    Raises `TrimtabError` for an objective without a bound to calibrate, for a bound that is also given, and for parts
-    that replace what has it or judge the same ratio.
+    Raises `TrimtabError` if the objective has no bound to calibrate, if such a bound is also given, or if a given part
+    replaces the part with the bound or bounds the same ratio.
     """
     keywords = tuple(bound.keyword for bound in _required_bounds(name))
     conflicts = [key for key in keywords if key in given]
@@ -178,7 +176,7 @@ def check_calibration(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _required_bounds(name: str) -> tuple[_Bound, ...]:
-    """Returns at least one bound, or raises `TrimtabError`."""
+    """Returns the bounds to calibrate. Raises `TrimtabError` if there are none."""
     if not (bounds := tuple(_bounds(name))):
         raise TrimtabError(f"objective {name!r} has no bound that calibrate can find: leave calibrate out")
     return bounds
@@ -210,12 +208,12 @@ def _low(log: Tensor, limits: Range) -> float:
 
 
 def _delta(log: Tensor, limits: Range) -> float:
-    """OPSM's drift is mean(log mu - log pi), the negative log-ratio."""
+    """Returns OPSM's delta. The drift is mean(log mu - log pi), the negative log-ratio."""
     return _round(_clamp(_tail(-log, limits.share), limits), up=True)
 
 
 def _divergence(values: Tensor, limits: Range) -> float:
-    """Extrapolates the logarithm: the distribution of a mean of squares is skewed."""
+    """Returns the bound of k3, extrapolated in log space: the distribution of a mean of squares is skewed."""
     log = values.clamp(min=limits.tightest * 1e-3).log()
     return _round(_clamp(math.exp(_tail(log, limits.share)), limits), up=True)
 
@@ -228,7 +226,7 @@ def _tail(values: Tensor, share: float) -> float:
     """Returns the value that at most `share` of the samples exceed.
 
     With fewer than `TAIL_SAMPLES` samples beyond it, the empirical quantile depends on one or two samples and may be
-    too small. Then a quantile with enough samples is extrapolated with a normal tail, and the larger of both returned.
+    too small. Then a quantile with enough samples is extrapolated by a normal tail, and the larger value is returned.
     """
     empirical, supported_share = _quantile(values, share), TAIL_SAMPLES / len(values)
     if supported_share <= share:
@@ -243,7 +241,7 @@ def _quantile(values: Tensor, share: float) -> float:
 
 
 def _round(value: float, *, up: bool) -> float:
-    """Rounds to six digits, which the equation prints in full."""
+    """Rounds up or down to six digits, as many as the equation prints."""
     step = 10.0 ** (math.floor(math.log10(value)) - 5)
     steps = round(value / step, 6)
     return float(f"{(math.ceil if up else math.floor)(steps) * step:.6g}")

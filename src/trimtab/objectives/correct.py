@@ -19,9 +19,9 @@ from trimtab.objectives.state import Metrics
 class Correction(NamedTuple):
     """The result of `correct`. Multiply weight and keep into the loss and leave its denominator unchanged.
 
-    weight: (batch, time), bounded, without gradient; 0 where untrained or outside the `Weight`'s own mask, whatever
-        `masks` reject. Without a `Weight` it is the mask.
-    keep: (batch, time) bool, the tokens of the mask that no rule rejected.
+    weight: (batch, time), bounded, without gradient; 0 at tokens that are untrained or outside the bounds of a `Weight`
+        with bound "mask". `masks` do not change it. Without a `Weight` it is the mask.
+    keep: (batch, time) bool, True at trained tokens that no rule rejects.
     """
 
     weight: Float[Tensor, "batch time"]
@@ -43,10 +43,10 @@ def correct(
 ) -> Correction:
     """Computes importance weights, rejection and mismatch metrics of a batch in one pass.
 
-    `current` (batch, time), `advantage` (batch, 1) or (batch, time), and `turn` (batch, time), the number of the model
-    turn of each token, are needed where the weight or a mask names them in `reads`. A weight with `normalize` is
-    divided by its mean over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises
-    `ValueError` for what is not a tensor, or of another shape, kind of number or device.
+    `current` (batch, time), `advantage` (batch, 1) or (batch, time), and `turn` (batch, time), the turn number of each
+    token, are required only if the weight or a mask lists them in `reads`. A weight with `normalize` is divided by its
+    mean over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises `ValueError`
+    for an argument that is not a tensor, or has a wrong shape, dtype or device.
     """
     check_batch(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)
     if advantage is not None:
@@ -83,7 +83,7 @@ def mismatch(
 ) -> Metrics:
     """Measures the difference between the trainer's and the sampler's log-probs over the mask.
 
-    Metrics of parts of a batch merge with `+`. `finalize()` returns k1 k2 k3 chi2_token chi2_seq ess_token ess_seq
+    `+` merges the metrics of parts of a batch. `finalize()` returns k1 k2 k3 chi2_token chi2_seq ess_token ess_seq
     ratio_mean ppl_ratio ppl_train pearson abs_diff_mean abs_diff_max ratio_min ratio_max ratio_q01..ratio_q99
     ratio_bounded log_ratio_seq_max tokens sequences (docs/reference-objectives.md). Raises `ValueError` as `correct`.
     """

@@ -1,6 +1,6 @@
-"""What changes an objective: keywords, which set fields of its parts, and tables of parts, as in a recipe.
+"""Changes an objective by keywords, which set fields of its parts, and by tables that give whole parts, as in a recipe.
 
-`Preset.with_keywords` does it. The tables are `ratio`, `surrogate`, `weight` and `mask`, and `centering` is a bool.
+`Preset.with_keywords` applies both. The tables are `ratio`, `surrogate`, `weight` and `mask`; `centering` is a bool.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforc
 
 
 class Keywords(TypedDict, total=False):
-    """What `trimtab.objective` takes beside a name: types, and the path of the field of `Objective` that each sets.
+    """The keywords of `trimtab.objective`: their types, and the path of the `Objective` field that each keyword sets.
 
-    A preset has the keywords whose field it has, and further ones for its masks (`Preset.mask_keywords`).
+    A preset takes the keywords whose fields it has, and further keywords for its masks (`Preset.mask_keywords`).
     """
 
     weight_min: Annotated[float, "weight.min"]
@@ -47,7 +47,7 @@ class Keywords(TypedDict, total=False):
     k2_positive: Annotated[float, "surrogate.k2_positive"]
     k1_negative: Annotated[float, "surrogate.k1_negative"]
     k2_negative: Annotated[float, "surrogate.k2_negative"]
-    # Bounds of masks: a preset says of which.
+    # Bounds of masks: the preset says which field each one sets.
     keep_min: float
     keep_max: float
     divergence_max: float
@@ -63,7 +63,7 @@ class Keywords(TypedDict, total=False):
     kl: Annotated[str, "kl.kind"]
     kl_coef: Annotated[float, "kl.coef"]
     entropy_coef: Annotated[float, "entropy_coef"]
-    # Whole parts, or tables of their fields, and the kind of advantage beside them.
+    # Whole parts, or tables of their fields; and the kind of advantage, only together with parts.
     ratio: Ratio | Mapping[str, Any]
     surrogate: Surrogate | Mapping[str, Any]
     weight: Weight | Mapping[str, Any]
@@ -80,12 +80,12 @@ PATHS: dict[str, str] = {
 }
 
 UNSET = " (unset it where a recipe's base sets it)"
-"""Ends a message that asks to leave a keyword out."""
+"""End of a message that asks to leave a keyword out."""
 
 PART_KEYS = ("ratio", "surrogate", "weight", "mask", "centering")
 TABLES = {"ratio": Ratio, "weight": Weight}
 PLAIN = {"centering": bool, "advantage": str}
-"""Types of what is given without a `kind`: parts, and what is no part."""
+"""Types of values that are given without a `kind`: parts (`TABLES`) and plain values (`PLAIN`)."""
 
 SURROGATES: dict[str, type[Surrogate]] = {
     "clipped": Clipped,
@@ -111,32 +111,28 @@ MASKS: dict[str, type[Mask]] = {
     "opsm": OPSM,
     "prefix-budget": PrefixBudget,
 }
-"""By `kind`; that of a divergence is which one."""
+"""Classes by `kind`. For `Divergence`, `kind` is the name of the divergence."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named objective.
-
-    does: what it does, in a line. when: when to use it. source: where it and its defaults are from.
-    mask_keywords: keywords for its masks, with the path of each field. excluded: keywords that it does not take.
-    """
+    """A named objective with its description and keywords."""
 
     objective: Objective
-    does: str = ""
-    when: str = ""
-    source: str = ""
-    mask_keywords: Mapping[str, str] = field(default_factory=dict)
-    excluded: tuple[str, ...] = ()
+    does: str = ""  # what it does, in one line
+    when: str = ""  # when to use it
+    source: str = ""  # where the objective and its defaults come from
+    mask_keywords: Mapping[str, str] = field(default_factory=dict)  # keywords of its masks, with the path of the field
+    excluded: tuple[str, ...] = ()  # keywords that it does not take
 
     @cached_property
     def paths(self) -> dict[str, str]:
-        """The path of the field that each of its keywords sets."""
+        """The path of the field that each keyword of this preset sets."""
         others = {key: path for key, path in PATHS.items() if key not in (*self.mask_keywords, *self.excluded)}
         return {**self.mask_keywords, **{key: path for key, path in others.items() if self._has(key, path)}}
 
     def _has(self, key: str, path: str) -> bool:
-        """Whether the objective has the field. A truncated weight has no lower bound."""
+        """Whether the objective has the field at `path`. A truncated weight has no `weight_min`."""
         try:
             value = value_at(self.objective, path)
         except AttributeError:
@@ -145,13 +141,13 @@ class Preset:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The value of each of its keywords."""
+        """The default of each keyword of this preset."""
         return {key: value_at(self.objective, path) for key, path in self.paths.items()}
 
     def with_keywords(self, given: Mapping[str, Any]) -> Objective:
-        """Returns its objective with the fields changed that keywords name, parts replaced, and masks added.
+        """Returns the objective with fields set by keywords, parts replaced, and masks added.
 
-        Raises `TrimtabError` for a wrong type, for what a part or `Objective` refuses, and for what has no effect.
+        Raises `TrimtabError` for a wrong type, a value that a part or `Objective` refuses, or one without effect.
         """
         base = self.objective
         parts = parse_parts(base, {key: given[key] for key in (*PART_KEYS, "advantage") if key in given})
@@ -170,7 +166,7 @@ class Preset:
         return replace(base, source="" if parts else self.source, **{**fields, **parts})
 
     def _fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of `Objective` that keywords change: for `weight_max=3`, its weight with that bound."""
+        """Returns the changed fields of `Objective`: for `weight_max=3`, the field `weight` with this bound."""
         by_part: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
             by_part.setdefault(self.paths[key].rpartition(".")[0], {})[key] = value
@@ -182,7 +178,7 @@ class Preset:
                 continue
             try:
                 built = replace(value_at(self.objective, part), **new)
-            except ValueError as error:  # a part names its fields, and only some of these are keywords
+            except ValueError as error:  # the message names a field, which need not be a keyword
                 is_named = any(key in str(error) for key in given)
                 raise TrimtabError(str(error) if is_named else f"{', '.join(given)}: {error}") from None
             name, _, index = part.partition(".")
@@ -194,7 +190,7 @@ class Preset:
 
 
 def value_at(objective: Objective, path: str) -> Any:
-    """Returns the field at a path such as `weight.max` or `masks.0.min`; raises `AttributeError` without one."""
+    """Returns the field at a path such as `weight.max` or `masks.0.min`. Raises `AttributeError` if there is none."""
     value: Any = objective
     for step in path.split(".") if path else ():
         value = value[int(step)] if step.isdigit() else getattr(value, step)
@@ -202,10 +198,10 @@ def value_at(objective: Objective, path: str) -> Any:
 
 
 def parse_parts(base: Objective, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `Objective` that given parts replace, and in `masks` those to add to the base's own.
+    """Returns the fields of `Objective` that the given parts replace; `masks` has only the masks to add to the base's.
 
-    given: by name in `PART_KEYS`, each a table of the part's fields, with `kind` for surrogates and masks, or the part
-        itself; `mask` is a list and `centering` a bool. `advantage` beside them is a kind.
+    given: parts by their name in `PART_KEYS`. A part is an instance or a table of its fields, with `kind` for
+        surrogates and masks; `mask` is a list of parts, `centering` a bool. `advantage` may be added: a kind.
     Raises `TrimtabError` for unknown names and wrong types.
     """
     built = {key: _parse_part(key, kind, given[key]) for key, kind in TABLES.items() if key in given}
@@ -254,9 +250,9 @@ def _parse_part(what: str, part: type, given: Any) -> Any:
 
 
 def convert(key: str, value: Any, kind: Any) -> Any:
-    """Returns a value of a type, or of one of a union of types; a whole number may stand for a float.
+    """Returns a value that has the type `kind`, or one type of a union. An integer is converted if a float is expected.
 
-    Raises `TrimtabError` for one of another type. A bool is not a number here.
+    Raises `TrimtabError` for a value of another type. A bool does not count as a number.
     """
     for option in get_args(kind) or (kind,):
         if option is float and isinstance(value, Real) and not isinstance(value, bool):

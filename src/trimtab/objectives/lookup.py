@@ -1,6 +1,6 @@
 """Builds an objective from a name and keywords, or a section of a recipe.
 
-The name is that of a preset, a custom `module:function`, or `composed` for an objective of parts alone.
+The name is a preset, a custom `module:function`, or `composed` for an objective built from parts alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def objectives() -> list[str]:
 def objective(name: str, **overrides: Unpack[Keywords]) -> Objective:
     """Builds a named objective with some of its keywords changed.
 
-    name: a preset; `module:function` for a function that returns an `Objective`, whose parameters are the keywords; or
-        `composed`, an objective of the given parts alone.
+    name: a preset; `module:function` for a function that takes the keywords and returns an `Objective`; or `composed`
+        for an objective built from the given parts alone.
 
-    Parts replace those of the objective, and masks are added to its own: `ratio`, `surrogate`, `weight` and `mask` (a
-    list), each a table of the part's fields with `kind` where there are several, or the part itself, and `centering`, a
-    bool (docs/objectives.md); `advantage` beside them is the kind of advantage.
+    `ratio`, `surrogate`, `weight` and `centering` (a bool) replace parts of the objective; `mask`, a list, is added to
+    its masks. Each part is an instance or a table of its fields, with `kind` for surrogates and masks
+    (docs/objectives.md). `advantage`, the kind of advantage, may be given only together with parts.
 
-    The other keywords set fields of its parts (`keywords.Keywords`). Every objective takes `aggregation`, `length_max`,
-    `denominator`, `kl`, `kl_coef` and `entropy_coef`, but `oapl` no `aggregation` and no `length_max`. Raises
+    The other keywords set fields of parts (`keywords.Keywords`). Every objective takes `aggregation`, `length_max`,
+    `denominator`, `kl`, `kl_coef` and `entropy_coef`, except that `oapl` takes neither of the first two. Raises
     `TrimtabError` for an unknown name or keyword, a wrong type, a missing value, and a keyword without effect.
     """
     given: dict[str, Any] = dict(overrides)
@@ -55,11 +55,11 @@ def objective(name: str, **overrides: Unpack[Keywords]) -> Objective:
 
 
 def from_section(section: Mapping[str, Any], bounds: Mapping[str, Any] | None = None) -> Objective:
-    """Returns the objective of an `[objective]` section: `name`, `calibrate`, and keywords and parts.
+    """Returns the objective of an `[objective]` section, which has `name`, `calibrate`, keywords and parts.
 
-    With `calibrate`, `bounds` are those of step 0; without them the published ones apply, and the equation says so.
-    Raises `TrimtabError` for what `objective` and `check_calibration` refuse, and for an objective that was given in
-    code.
+    With `calibrate`, `bounds` are the bounds found at step 0; without `bounds`, the published ones apply and the
+    equation says so. Raises `TrimtabError` if `objective` or `check_calibration` refuses the section, or if the
+    objective was given in code.
     """
     given = {key: value for key, value in section.items() if key not in ("name", "calibrate", "code", "equation")}
     name, calibrate = section["name"], section.get("calibrate", False)
@@ -78,10 +78,10 @@ def from_section(section: Mapping[str, Any], bounds: Mapping[str, Any] | None = 
 
 
 def keywords_of(name: str) -> dict[str, Any]:
-    """Returns every keyword of an objective with its default (`Parameter.empty` where required).
+    """Returns every keyword of an objective with its default (`Parameter.empty` if required).
 
-    Not listed are parts (`PART_KEYS`) and `advantage` beside them, which every objective takes.
-    Raises `TrimtabError` for an unknown name, and for a function whose keywords have no names.
+    Parts (`PART_KEYS`) and `advantage`, which every objective takes, are not listed.
+    Raises `TrimtabError` for an unknown name, and for a function whose parameters cannot be given by name.
     """
     if not is_custom(name):
         return get_preset(name).defaults
@@ -90,7 +90,7 @@ def keywords_of(name: str) -> dict[str, Any]:
 
 
 def split_name(spec: str) -> tuple[str, str]:
-    """Returns the name in `NAME` or `NAME:KEY=VALUE,...`, which may be a `module:function`, and the text after it."""
+    """Splits `NAME` or `NAME:KEY=VALUE,...` into the name, which may be `module:function`, and the rest."""
     name, _, rest = spec.partition(":")
     function, _, more = rest.partition(":")
     own = function and "=" not in function and name not in PRESETS
@@ -98,7 +98,7 @@ def split_name(spec: str) -> tuple[str, str]:
 
 
 def _check_names(name: str, given: Mapping[str, Any]) -> None:
-    """Raises `TrimtabError` for a keyword that the objective does not have and for one that it needs."""
+    """Raises `TrimtabError` for a keyword that the objective does not have, and for a missing required one."""
     known, has_parts = keywords_of(name), bool(given.keys() & set(PART_KEYS))
     for key, value in given.items():
         if key in known or key in PART_KEYS or (key == "advantage" and has_parts):
@@ -114,9 +114,9 @@ def _check_names(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _build_custom(name: str, given: dict[str, Any]) -> Preset:
-    """Returns what a custom function builds from its keywords, which are taken out of `given`.
+    """Returns the preset that a custom function builds from its keywords, and removes these from `given`.
 
-    A value must have the type of the parameter's default, where that is a number, a bool or a string.
+    A value must have the type of the parameter's default if the default is a number, a bool or a string.
     """
     keywords = {}
     for key, parameter in _parameters(name).items():

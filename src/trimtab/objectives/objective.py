@@ -40,7 +40,7 @@ from trimtab.objectives.surrogates import Surrogate, Terms
 
 
 class Output(NamedTuple):
-    """The loss, a scalar to call `backward` on, and the metrics of its batch."""
+    """The loss, a scalar to call `backward` on, and the metrics of the batch."""
 
     loss: Float[Tensor, ""]
     metrics: Metrics
@@ -50,9 +50,6 @@ class Output(NamedTuple):
 class Objective(CheckedFields):
     """A policy optimization objective, composed of parts. Built by `trimtab.objective(name, ...)` or from parts.
 
-    centering: whether the expected score under the sampler is subtracted (regularizers.py).
-    advantage: the kind of advantages that it expects (`ADVANTAGE_KINDS`). notes: remarks printed with the equation.
-    source: where it is from, printed with its code.
     Raises `TrimtabError` for values that are not parts and for combinations in which a part would have no effect.
     """
 
@@ -63,11 +60,11 @@ class Objective(CheckedFields):
     masks: tuple[Mask, ...] = ()
     aggregation: Aggregation = field(default_factory=Aggregation)
     kl: KL = field(default_factory=KL)
-    centering: bool = False
+    centering: bool = False  # whether the expected score under the sampler is subtracted (regularizers.py)
     entropy_coef: Number = within("[0, inf)", 0.0)
-    advantage: str = one_of(ADVANTAGE_KINDS, "grpo")
-    notes: tuple[str, ...] = ()
-    source: str = field(default="", compare=False, repr=False)
+    advantage: str = one_of(ADVANTAGE_KINDS, "grpo")  # the kind of advantages that the loss expects
+    notes: tuple[str, ...] = ()  # remarks printed with the equation
+    source: str = field(default="", compare=False, repr=False)  # where the objective is from, printed with its code
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -92,7 +89,7 @@ class Objective(CheckedFields):
 
     @property
     def center(self) -> Centering | None:
-        """The term that `centering` adds, of each token. Raises `TrimtabError` where other parts exclude it."""
+        """The per-token term that `centering` adds. Raises `TrimtabError` if other parts exclude it."""
         return Centering.of(self.ratio, self.surrogate, corrected=self._has_correction) if self.centering else None
 
     @property
@@ -102,7 +99,10 @@ class Objective(CheckedFields):
 
     @property
     def policy_needs(self) -> frozenset[str]:
-        """The part of `needs` that the policy term reads. What only the KL term reads does not correct the mismatch."""
+        """The part of `needs` that the policy term reads.
+
+        Fields read by the KL term alone are excluded: they do not correct the mismatch.
+        """
         turn = {"turn"} if self.ratio.level in TURN_LEVELS else set[str]()
         heads = {"head_current", "head_behavior"} if self.centering else set[str]()
         own = frozenset({self.ratio.over}) | turn | heads | self.surrogate.reads
@@ -116,7 +116,7 @@ class Objective(CheckedFields):
 
     @property
     def prepare_needs(self) -> frozenset[str]:
-        """The subset of `current` and `proximal` that `prepare` reads; without either, a forward pass is saved."""
+        """The subset of `current` and `proximal` that `prepare` reads. Fields not listed need no forward pass."""
         reads = {"current", self.ratio.over} if self.surrogate.collects else set()
         if self._correction_spans_update:
             reads |= self._correction_needs(self.masks if self._counts_kept else ())
@@ -129,17 +129,17 @@ class Objective(CheckedFields):
 
     @property
     def learns_without_advantage(self) -> bool:
-        """Whether the loss has a gradient where every advantage is 0: a regression, a KL or an entropy term."""
+        """Whether the loss has a gradient even if every advantage is 0: a regression, a KL or an entropy term."""
         return self.surrogate.learns_without_advantage or self.kl.coef > 0 or self.entropy_coef > 0
 
     @property
     def single_behavior(self) -> bool:
-        """Whether one policy must have sampled each whole response, as in OAPL's regression of the log-ratio to it."""
+        """Whether one policy must have sampled each whole response, as OAPL's regression on its log-ratio requires."""
         return self.surrogate.single_policy and self.ratio.over == "behavior"
 
     @property
     def one_advantage_per_response(self) -> bool:
-        """Whether it needs one advantage for all tokens of a response."""
+        """Whether all tokens of a response must have the same advantage."""
         rules = any(rule.per_response for rule in self.masks)
         return rules or self.surrogate.per_response or self.ratio.level not in PER_TOKEN_LEVELS
 
@@ -160,13 +160,13 @@ class Objective(CheckedFields):
 
     @torch.no_grad()
     def prepare(self, logps: PolicyLogps, advantage: Float[Tensor, "batch #time"]) -> State:
-        """Returns the statistics of a whole update, or of a part of it to be added with `+`. No gradient.
+        """Returns the statistics of a whole update, or of a part of it; `+` adds parts. No gradient.
 
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `prepare_needs` that is None.
         """
         _check_arguments(logps, advantage, None)
         sequences = logps.sequences
-        masks = self.masks if self._counts_kept else ()  # what they keep is not read otherwise
+        masks = self.masks if self._counts_kept else ()  # otherwise nothing reads what they keep
         correction = self._correct(logps, advantage, masks) if self._correction_spans_update else None
         terms = self._terms(logps, advantage, sequences) if self.surrogate.collects else None
         return self._state(sequences, correction, terms)
@@ -174,8 +174,9 @@ class Objective(CheckedFields):
     def __call__(
         self, logps: PolicyLogps, advantage: Float[Tensor, "batch #time"], *, state: State | None = None
     ) -> Output:
-        """Returns loss and metrics of a micro-batch of the update that `state` describes, or else of a whole update.
+        """Returns the loss and the metrics of a batch.
 
+        The batch is a micro-batch of the update that `state` describes; without `state`, it is the whole update.
         `advantage` is (batch, 1) or (batch, time). Raises `ValueError` naming a field of `needs` that is None.
         """
         _check_arguments(logps, advantage, state)
@@ -204,9 +205,9 @@ class Objective(CheckedFields):
         return Output(loss, Metrics({**statistics, **_loss_statistics(terms, policy, keep, state)}))
 
     def equation(self, advantage: str | None = None) -> str:
-        """Returns the loss as text: one line with its numbers, then one for each symbol and note.
+        """Returns the loss as text: one line with its numbers, then one line for each symbol and note.
 
-        advantage: the kind of a recipe's `[advantage]`; by default that which the objective expects.
+        advantage: the kind of a recipe's `[advantage]`; by default the kind that the objective expects.
         """
         ratio, weight = self.ratio, self.weight
         factors = ["m", *(["keep"] if self.masks else []), *([] if weight is None else [weight.equation()])]
@@ -228,10 +229,10 @@ class Objective(CheckedFields):
         return "\n  ".join([loss, *lines, *(f"note: {note}" for note in self.notes)])
 
     def code(self, command: str = "") -> str:
-        """Returns the loss as Python: one function that imports torch alone, and one for what needs the whole update.
+        """Returns the loss as a Python function that needs only torch, and functions of whole-update statistics.
 
-        command: what prints it, for the comment at its head. Raises `TrimtabError` for a part whose class has no `code`
-        of its own: it may compute something else than the class that it inherits from.
+        command: the command that prints it, for the comment at the head. Raises `TrimtabError` if the class of a part
+        inherits `code` instead of defining it: the class may compute something else than its base class.
         """
         for part in filter(None, (self.surrogate, *self.masks, self.aggregation, self.weight, self.kl)):
             if "code" not in vars(type(part)):
@@ -248,7 +249,7 @@ class Objective(CheckedFields):
         return write(lines, loss, self.name, titles, equation, f"{ADVANTAGE_KINDS[self.advantage]} ({self.advantage})")
 
     def _loss_code(self, lines: Lines) -> str:
-        """Adds what all parts add, and returns the loss as an expression."""
+        """Adds the lines of all parts, and returns the loss as an expression."""
         values, weight, policy = lines.values, self.weight, "-surrogate"
         if weight is not None:
             values["weight"] = weight.code(lines)
@@ -277,7 +278,7 @@ class Objective(CheckedFields):
         return " + ".join(sums)
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
-        """Applies the weight and these masks."""
+        """Returns the correction by the weight and these masks."""
         reads = self._correction_needs(masks)
         return compute_correction(
             logps.required("proximal", self.name).detach() if "proximal" in reads else None,
@@ -356,7 +357,7 @@ class Objective(CheckedFields):
         return total, statistics
 
     def _to_sampler(self, logps: PolicyLogps, terms: Terms) -> Tensor:
-        """Returns log(current/behavior); where a token has no behavior policy, 0 with the gradient of its log-prob."""
+        """Returns log(current/behavior); at tokens without a behavior policy 0, with the gradient of the log-prob."""
         to_behavior = terms.token_log_ratio
         if self.ratio.over != "behavior":
             behavior = logps.required("behavior", self.name).detach()
@@ -364,9 +365,9 @@ class Objective(CheckedFields):
         return torch.where(terms.mask & ~terms.on_policy, terms.logp - terms.logp.detach(), to_behavior)
 
     def _nan_if_not_finite(self, logps: PolicyLogps, on_policy: Tensor) -> Tensor:
-        """Returns 0, or NaN when a log-prob at a trained token is not finite, which the bounded exponent would hide.
+        """Returns NaN if a log-prob at a trained token is not finite, else 0. The bounded exponent would hide it.
 
-        A log-prob of the sampler that no sampled token has (`MIN_BEHAVIOR`) counts as not finite.
+        A log-prob of the sampler below `MIN_BEHAVIOR` counts as not finite.
         """
         assert logps.current is not None
         guard = _zero_or_nan(logps.current, logps.mask)
@@ -378,7 +379,7 @@ class Objective(CheckedFields):
 
 
 def _check_arguments(logps: object, advantage: object, state: object) -> None:
-    """Raises `ValueError` for arguments of another kind or shape; `PolicyLogps` has checked its own tensors."""
+    """Raises `ValueError` for a wrong type or shape. `PolicyLogps` has checked its own tensors already."""
     if not isinstance(logps, PolicyLogps) or not isinstance(state, State | None):
         raise ValueError(
             "an objective takes PolicyLogps, advantages and the State of `prepare` or none, not "
@@ -413,7 +414,7 @@ def _zero_or_nan(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _loss_statistics(terms: Terms, policy: Tensor, keep: Tensor, state: State) -> dict[str, Mergeable]:
-    """`loss/policy` counts a micro-batch with its share of the update's tokens: the metric is a mean over updates."""
+    """Returns the metrics of the loss. Micro-batches of an update add up in `loss/policy`, a mean over updates."""
     log, on_policy = terms.log_ratio.detach(), terms.on_policy
     share = torch.where(state.tokens > 0, terms.mask.sum() / state.tokens, 1.0)
     return {

@@ -1,6 +1,7 @@
-"""The log-probs that an objective reads, the policy ratio formed from them, and the noise of ALP as it is printed.
+"""The log-probs that an objective reads, the policy ratio formed from them, and ALP's noise as printed code.
 
-The trainer has its own noise (`trainer/models/perturbation.py`), with a float32 residual stream and packed rows.
+The trainer has its own implementation of the noise (`trainer/models/perturbation.py`), with a float32 residual
+stream and packed rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
 class Ratio(CheckedFields):
     """The ratio current/proximal or current/behavior.
 
-    level: token; sequence, turn (a model turn) or prefix (the tokens up to this one), which are products; or
-        geometric, turn_geometric or prefix_geometric, their geometric means.
+    level: token; the products sequence, turn (a model turn) or prefix (the tokens up to this one); or their geometric
+        means geometric, turn_geometric or prefix_geometric.
     over: the denominator, proximal or behavior.
     """
 
@@ -41,13 +42,13 @@ class PolicyLogps:
     entropy     (batch, time) entropy of the current policy at each token, with gradient
     off_policy  (batch, time) bool, True at tokens of external traces (LUFFY)
     sequence_ids (batch, time) int in [0, batch * time), negative at padding; default: one row is one sequence
-    turn        (batch, time) int, number of the model turn of each token in its sequence, negative at padding; an
-                untrained observation may have any number. Read by levels of turns
-    age         (batch, time) int, of the policy that sampled the token, in training steps: 1 for the newest policy
-    head_current (batch, time, head) log-probs of the ids in the sampler's head at each position, with gradient
-    head_behavior (batch, time, head) the sampler's log-probs of these ids, its most probable ones; -inf for none
+    turn        (batch, time) int, turn number of each token in its sequence, negative at padding; an untrained
+                observation may have any number. Read at turn levels only
+    age         (batch, time) int, age in training steps of the policy that sampled the token: 1 for the newest
+    head_current (batch, time, head) log-probs of the sampler's most probable ids at each position, with gradient
+    head_behavior (batch, time, head) the sampler's log-probs of the same ids; -inf at missing ids
 
-    Raises `ValueError` for what is not a tensor, or of another shape, kind of number or device.
+    Raises `ValueError` for a field that is not a tensor, or has a wrong shape, dtype or device.
     """
 
     current: Float[Tensor, "batch time"] | None
@@ -65,7 +66,7 @@ class PolicyLogps:
 
     @property
     def sequences(self) -> Sequences:
-        """The sequences of the batch, with their turns where these are given."""
+        """The sequences of the batch, with their turns if given."""
         return Sequences(self.mask, self.sequence_ids, turn=self.turn)
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class PolicyLogps:
             )
 
     def required(self, name: str, reader: str) -> Tensor:
-        """Returns a field; raises `ValueError` naming the field and `reader` when it is None."""
+        """Returns a field. Raises `ValueError` naming the field and `reader` if the field is None."""
         tensor = getattr(self, name)
         if tensor is None and name == "turn":
             raise ValueError(f"{reader}: {TURNS_UNKNOWN}")

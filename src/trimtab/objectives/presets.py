@@ -197,7 +197,7 @@ _PRESETS = (
         when="Use it with `[demonstrations]`, which adds demonstrations to the groups.",
         source="LUFFY, arXiv 2504.14945.",
     ),
-    # Trust regions: what is far from the sampler is rejected, without a proximal policy.
+    # Trust regions: tokens or responses far from the sampler are rejected, without a proximal policy.
     Preset(
         Objective(
             "dppo",
@@ -323,11 +323,11 @@ _PRESETS = (
 PRESETS: dict[str, Preset] = {preset.objective.name: preset for preset in _PRESETS}
 
 COMPOSED = Preset(Objective("composed", Ratio(), Unclipped()))
-"""An objective of given parts alone, one of which is a surrogate."""
+"""The base of objectives that are built from given parts alone; a surrogate must be among these."""
 
 
 def get_preset(name: str) -> Preset:
-    """Returns the preset of a name, `composed` included. Raises `TrimtabError` for an unknown one."""
+    """Returns the preset of this name, or `composed`. Raises `TrimtabError` for an unknown name."""
     known = {**PRESETS, COMPOSED.objective.name: COMPOSED}
     if name not in known:
         listing = "`trimtab explain` lists them, `trimtab.objectives()` in Python"
@@ -336,5 +336,5 @@ def get_preset(name: str) -> Preset:
 
 
 def is_custom(name: str) -> bool:
-    """Whether a name refers to a custom function. Building it runs that code."""
+    """Whether a name refers to a custom function. Building such an objective runs that function."""
     return ":" in name

@@ -1,4 +1,4 @@
-"""Surrogates whose bounds depend on the place or age of a token, or on the update: CTPO, PNPO, A-3PO, M2PO."""
+"""Surrogates whose bounds depend on the position or age of a token, or on the update: CTPO, PNPO, A-3PO, M2PO."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LOG_PREFIX_BOUND = 10.0
 class GrowingClip(Surrogate):
     """min(r A, clip(r) A) with bounds on log r that grow with the position n of the token: [-low n^p, high n^p].
 
-    For A < 0 at least exp(dual n^p) A. `power` p is 1/2 for the product over the prefix, whose logarithm is a random
-    walk, and -1/2 for its geometric mean. CTPO, arXiv 2605.07331.
+    For A < 0 the term is at least exp(dual n^p) A. The `power` p is 1/2 for the product over the prefix, whose
+    logarithm is a random walk, and -1/2 for its geometric mean. CTPO, arXiv 2605.07331.
     """
 
     bounds_ratio = True
@@ -74,9 +74,9 @@ class GrowingClip(Surrogate):
 
 @dataclass(frozen=True)
 class Banded(Surrogate):
-    """r A where 1 - low <= r <= 1 + high, and nothing elsewhere: the ratio is weight and acceptance test at once.
+    """r A if 1 - low <= r <= 1 + high, otherwise 0: the ratio is both the weight and the acceptance test.
 
-    At the level of the geometric mean of the prefix: PNPO, arXiv 2608.01418. Dropped tokens stay in the denominator.
+    With the geometric mean of the prefix as r: PNPO, arXiv 2608.01418. Dropped tokens stay in the denominator.
     """
 
     bounds_ratio = True
@@ -98,10 +98,10 @@ class Banded(Surrogate):
 
 @dataclass(frozen=True)
 class AgedClip(Surrogate):
-    """min(w A, clip(w) A) with w = current/behavior in [(1 - low)^d, (1 + high)^d] for a token of age d.
+    """min(w A, clip(w) A) with w = current/behavior, clipped to [(1 - low)^d, (1 + high)^d] for a token of age d.
 
-    The gradient of A-3PO (arXiv 2512.06547), whose proximal policy is interpolated between the sampler and the current
-    policy by the age: the decoupled loss without a proximal forward. Age 0: not clipped.
+    It has the gradient of A-3PO (arXiv 2512.06547), which interpolates the proximal policy between sampler and current
+    policy by age: a decoupled loss without a proximal forward. Tokens of age 0 are not clipped.
     """
 
     reads = frozenset({"age"})
@@ -146,10 +146,10 @@ HARM_FLOOR = 1e-12
 class SecondMoment(Surrogate):
     """r A while the second moment of the log-ratios is within `tau`: M2PO (arXiv 2510.01161), in two forms.
 
-    cap: over harmful tokens (A > 0, r > 1 or A < 0, r < 1); r is clipped at exp(+-c), where the cap c keeps their
-        capped second moment at `tau` (the official code).
-    mask: over all trained tokens; those with the largest |log r| are dropped until the mean square of the rest is at
-        most `tau`, and nothing is clipped (the paper). Dropped tokens stay in the denominator.
+    cap: r is clipped at exp(+-c); the cap c keeps the capped second moment of the harmful tokens (A > 0, r > 1 or
+        A < 0, r < 1) at `tau` (the official code).
+    mask: the tokens with the largest |log r| are dropped until the mean square of all other trained tokens is at most
+        `tau`; nothing is clipped (the paper). Dropped tokens stay in the denominator.
     """
 
     collects = True

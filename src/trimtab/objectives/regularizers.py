@@ -10,12 +10,12 @@ KL is estimated from samples, with gradient through the current policy. d = log 
 
 Score centering (arXiv 2609.20807) removes the expected score under the sampler, which carries no signal.
 Off-policy the expected score E_mu[f grad log pi] is not 0: it moves the policy in proportion to the mean advantage.
-With centering A C is added to the loss, which subtracts it in closed form:
+Centering adds A C to the loss, which subtracts the expected score in closed form:
 
     C_t = sum_v sg[mu(v) f(pi(v)/mu(v)) - alpha pi(v)] log pi(v)      over the sampler's most probable ids, the head
 
-Outside the head mu is taken as proportional to pi, which alpha accounts for; with the whole vocabulary as the head it
-is exact. f is the weight of the sampled token's score: 1, or min(x, ceiling).
+Outside the head, mu is assumed proportional to pi, which gives alpha. C is exact if the head is the whole vocabulary.
+f(x) is the weight of the sampled token's score: 1, or min(x, ceiling).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trimtab.objectives.surrogates import LogProb, Reinforce, Surrogate
 
 KL_KINDS = ("k1", "k2", "k3", "unbiased")
 MASS_FLOOR = 1e-6
-"""Smallest mass outside the head, of either policy."""
+"""Lower bound on the total probability of the ids outside the head, for either policy."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Centering:
 
     @classmethod
     def of(cls, ratio: Ratio, surrogate: Surrogate, *, corrected: bool) -> Centering:
-        """Returns the term for the score weight of an objective of these parts.
+        """Returns the centering term of an objective with these parts.
 
-        corrected: there is a weight or a mask. Raises `TrimtabError` where the score of a token has another weight:
-        what is subtracted would not be its expectation, and would move the policy by itself.
+        corrected: whether there is a weight or a mask. Raises `TrimtabError` if the score of a token has another weight
+        than f: the term would then not be the expected score, and would move the policy by itself.
         """
         if not corrected and type(surrogate) is LogProb:
             return cls(None)

@@ -20,12 +20,12 @@ from trimtab.objectives.surrogates import Surrogate, Terms, Value
 
 
 def _by_sign(where: Tensor, positive: Number, negative: Number, like: Tensor) -> Tensor:
-    """`positive` at True and `negative` elsewhere; `torch.where` of two numbers would round them to float32."""
+    """Returns `positive` at True, else `negative`, not rounded to float32 as `torch.where` with two numbers does."""
     return torch.where(where, like.new_full((), positive), like.new_full((), negative))
 
 
 def _code_by_sign(where: str, positive: Number, negative: Number) -> str:
-    """Returns the same as PyTorch code, a number where both are equal."""
+    """Returns `_by_sign` as PyTorch code: a number if `positive` and `negative` are equal."""
     chosen = f"torch.full_like(current, {negative}).masked_fill({where}, {positive})"
     return f"{positive}" if positive == negative else chosen
 
@@ -35,7 +35,7 @@ class SoftGate(Surrogate):
     """(4 / tau) sigmoid(tau (r - 1)) A with tau = `positive` for A > 0 and `negative` otherwise.
 
     The weight of a token's gradient is 1 at r = 1 and falls smoothly on both sides. The value at r = 1 is 2 A / tau,
-    not A: losses cannot be compared with those of other objectives. SAPO, arXiv 2511.20347.
+    not A: losses are not comparable with those of other objectives. SAPO, arXiv 2511.20347.
     """
 
     bounds_ratio = True
@@ -67,8 +67,8 @@ class SoftGate(Surrogate):
 class GammaWeight(Surrogate):
     """sg[phi(W)] A log pi with phi(W) = e^k2 W^k1 e^(-k2 W) of the product W = current/behavior of the response.
 
-    phi is 1 at W = 1, largest at W = k1 / k2 and falls to 0 on both sides. No length normalization: the weight of long
-    responses vanishes where their products spread; `clip/weight` is its mean. VESPO, arXiv 2602.10693; the defaults are
+    phi is 1 at W = 1, largest at W = k1 / k2 and falls to 0 on both sides. No length normalization: the weights of long
+    responses vanish as their products spread; `clip/weight` is the mean. VESPO, arXiv 2602.10693; the defaults are
     those of its code and of TRL, (k1, k2) = (2, 3) for A >= 0 and (3, 2) for A < 0.
     """
 
@@ -132,9 +132,8 @@ def _largest_exponent(k1: Number, k2: Number) -> float:
 class GeometricClip(Surrogate):
     """A times the geometric mean over the response of the token ratios, each clipped at exp(high) or exp(-low) first.
 
-    The bounds are on log r: high where A > 0, -low where A < 0. Each token has the response's value and the gradient of
-    its own log-prob, 0 where it is clipped, so that the mean over the tokens has the exact gradient. GMPO, arXiv
-    2507.20673.
+    The bounds are on log r: high for A > 0, -low for A < 0. Each token has the value of the response and the gradient
+    of its own log-prob (0 if clipped), so that the mean over tokens has the exact gradient. GMPO, arXiv 2507.20673.
     """
 
     per_response = True
@@ -169,10 +168,10 @@ class GeometricClip(Surrogate):
 
 @dataclass(frozen=True)
 class QuadraticPenalty(Surrogate):
-    """w A - |A| mu (w - 1)^2 / (2 epsilon): the gradient of a token falls linearly with the gap pi - mu and then turns.
+    """w A - |A| mu (w - 1)^2 / (2 epsilon): the gradient falls linearly with the gap pi - mu, then reverses.
 
-    It is 0 where pi - mu = sign(A) epsilon and pulls back beyond it. DRPO, arXiv 2606.09821; `epsilon` is on the scale
-    of a probability, as DPPO's bound (the 12.5 of the paper's text would leave the ratio nearly unbounded).
+    The gradient is 0 at pi - mu = sign(A) epsilon and pulls back beyond it. DRPO, arXiv 2606.09821. `epsilon` is a
+    difference of probabilities, as DPPO's bound (the paper's value of 12.5 would leave the ratio nearly unbounded).
     """
 
     reads = frozenset({"behavior"})

@@ -1,4 +1,4 @@
-"""What is summed over the parts of an update: `State`, which the loss needs, and `Metrics`, which it returns.
+"""Statistics summed over the parts of an update: `State`, which the loss needs, and `Metrics`, which it returns.
 
 `State` has denominators, the mean weight, and the log-ratios of M2PO's second moment. `Objective.prepare` computes them
 for each part of the update, without gradient; `+` adds the parts. Every micro-batch then uses the same state, so that
@@ -20,7 +20,7 @@ from trimtab.corrections.ratios import Number
 from trimtab.corrections.statistics import Mergeable
 
 NOT_COUNTED = -1.0
-"""Value in `State.magnitudes` of tokens that do not count: no |log-ratio| is negative."""
+"""Value in `State.magnitudes` of tokens that do not count; a |log-ratio| is never negative."""
 
 
 def _all_gather(values: Float[Tensor, "local"], group: dist.ProcessGroup | None) -> Float[Tensor, "all"]:
@@ -35,22 +35,19 @@ def _all_gather(values: Float[Tensor, "local"], group: dist.ProcessGroup | None)
 
 @dataclass(frozen=True, eq=False)
 class State(Mergeable):
-    """Statistics of one update, or of a part of it to be added with `+`. Counts are float64 scalars.
+    """Statistics of one update or of a part of it; `+` adds parts. Counts are float64 scalars.
 
-    tokens, sequences, sequences_trained: from the original mask (sequences include those without a trained token).
-    tokens_kept, sequences_rejected: tokens that no rule rejected; sequences whose trained tokens were all rejected.
-        `prepare` applies the masks for `denominator="kept"` only.
-    weight_total / weight_count: the mean bounded weight.
-    magnitudes: (n,) |log-ratio| of the tokens in M2PO's second moment, negative for all others.
+    `Objective.prepare` applies the masks only with `denominator="kept"`.
     """
 
-    tokens: Tensor
-    sequences: Tensor
-    sequences_trained: Tensor
-    tokens_kept: Tensor
-    sequences_rejected: Tensor
-    weight_total: Tensor
+    tokens: Tensor  # trained tokens, by the original mask
+    sequences: Tensor  # all sequences, including those without a trained token
+    sequences_trained: Tensor  # sequences with a trained token, by the original mask
+    tokens_kept: Tensor  # tokens that no rule rejected
+    sequences_rejected: Tensor  # sequences whose trained tokens were all rejected
+    weight_total: Tensor  # divided by `weight_count`: the mean bounded weight
     weight_count: Tensor
+    # (n,) |log-ratio| of the tokens in M2PO's second moment, negative for all others.
     magnitudes: Float[Tensor, "tokens"] = field(metadata={"merge": lambda left, right: torch.cat([left, right])})
 
     def __radd__(self, other: int) -> State:
@@ -60,7 +57,7 @@ class State(Mergeable):
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors by name. All are sums but `magnitudes`, whose parts are concatenated."""
+        """Returns the tensors by name. `+` concatenates `magnitudes` and adds all others."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> State:
@@ -81,7 +78,7 @@ class State(Mergeable):
     def second_moment_cap(self, tau: Number) -> Tensor:
         """Returns M2PO's cap on |log-ratio|: the largest observed value whose capped second moment is below `tau`.
 
-        Infinite while the mean square of the magnitudes is at most `tau`; 0 when even the smallest value exceeds it
+        Infinite if the mean square of the magnitudes is at most `tau`; 0 if even the smallest value gives more
         (arXiv 2510.01161, as in its official code).
         """
         if self.magnitudes.numel() == 0:
@@ -97,7 +94,7 @@ class State(Mergeable):
     def second_moment_limit(self, tau: Number) -> Tensor:
         """Returns M2PO's limit on |log-ratio|: the largest observed value up to which the mean square is at most `tau`.
 
-        Negative when even the smallest value exceeds it, or without one (arXiv 2510.01161, masking form). Equal
+        Negative if even the smallest value exceeds it, or if there is none (arXiv 2510.01161, masking form). Equal
         values are kept or dropped together, so that the result does not depend on the order of tokens.
         """
         if self.magnitudes.numel() == 0:
@@ -111,7 +108,7 @@ class State(Mergeable):
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """Statistics by the prefix of their metric keys. `+` merges those of two parts of a batch."""
+    """Statistics by the prefix of their metric keys. `+` merges the metrics of two parts of a batch."""
 
     parts: Mapping[str, Mergeable]
 

@@ -1,8 +1,8 @@
-"""Surrogates: the per-token term that is maximized, as a function of log-ratio and advantage. Interface and basic ones.
+"""Surrogates: per-token terms to maximize, functions of log-ratio and advantage. The interface, and basic surrogates.
 
-A surrogate reads selected tensors (0 where untrained) and a ratio whose exponent is bounded, so that all values are
-finite and a token rejected later leaves no NaN in the gradient. A new one is a frozen dataclass that inherits from
-`Surrogate`, in the package or in your file: docs/objectives.md.
+A surrogate reads tensors that are 0 at untrained tokens, and a ratio with a bounded exponent. All values are then
+finite, and a token that is rejected later leaves no NaN in the gradient. A new surrogate is a frozen dataclass
+that inherits from `Surrogate`, in the package or in your file: docs/objectives.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Terms:
     token_log_ratio: the same at token level.
     logp: log pi of the current policy, with gradient.
     on_policy: trained tokens that have a behavior policy; False at LUFFY's external tokens.
-    behavior: log mu, where the surrogate reads it. age: as in `PolicyLogps`, where the surrogate reads it.
+    behavior, age: log mu, and the age as in `PolicyLogps`; None unless the surrogate lists them in `reads`.
     """
 
     log_ratio: Float[Tensor, "batch time"]
@@ -55,13 +55,13 @@ class Terms:
         return bounded(self.log_ratio).exp()
 
     def share(self, name: str, where: Tensor) -> dict[str, Mergeable]:
-        """Returns the share of trained tokens at which `where`, bools (batch, time), holds, as a metric."""
+        """Returns a metric: the share of trained tokens at which `where`, bools (batch, time), is True."""
         if where.dtype != torch.bool:
             raise TrimtabError(f"metric {name!r}: the share of tokens needs a mask of bools, not {where.dtype}")
         return {name: Mean.of(where & self.mask, self.mask)}
 
     def clipped(self, values: Tensor, low: Tensor | Number, high: Tensor | Number) -> dict[str, Mergeable]:
-        """Returns the shares of trained tokens where a bound holds the update back: `low` at A < 0, `high` at A > 0."""
+        """Returns the shares of trained tokens that are clipped: below `low` with A < 0, above `high` with A > 0."""
         below, above = (self.advantage < 0) & (values < low), (self.advantage > 0) & (values > high)
         return {**self.share("clip/low", below), **self.share("clip/high", above)}
 
@@ -74,10 +74,10 @@ class Surrogate(CheckedFields, ABC):
 
     reads: fields of `PolicyLogps` read besides `current` and the ratio's denominator.
     per_response: whether all tokens of a response must have the same advantage.
-    single_policy: whether one policy must have sampled each whole response.
-    learns_without_advantage: whether it has a gradient where every advantage is 0, as a regression has.
+    single_policy: whether each response must come from a single policy.
+    learns_without_advantage: whether it has a gradient even if every advantage is 0, as a regression has.
     collects: whether it needs the `magnitudes` of the whole update before the first micro-batch.
-    bounds_ratio: whether it is `Unclipped` but for its clip or bound.
+    bounds_ratio: whether it equals `Unclipped` apart from its clip or bound.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -92,7 +92,7 @@ class Surrogate(CheckedFields, ABC):
         """Returns the term of each token (to be maximized), and statistics such as clipped shares by metric key."""
 
     def checked(self, terms: Terms, state: State) -> Value:
-        """Returns what `__call__` does. Raises `TrimtabError` where that is not a value for each token with metrics."""
+        """Returns the result of `__call__`. Raises `TrimtabError` unless it is one value per token, and metrics."""
         returned, name, shape = self(terms, state), type(self).__name__, tuple(terms.mask.shape)
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise TrimtabError(
@@ -119,7 +119,7 @@ class Surrogate(CheckedFields, ABC):
         raise NotImplementedError
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        """Returns why it cannot be combined with these parts, or None. `corrected`: there is a weight or a mask."""
+        """Returns why it does not fit these parts, or None. corrected: whether there is a weight or a mask."""
         return None
 
     def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
@@ -172,8 +172,8 @@ class Clipped(Surrogate):
 class Reinforce(Surrogate):
     """CISPO's term, sg[min(r, ceiling)] A log pi: the ratio is a capped weight, every token keeps a gradient.
 
-    arXiv 2506.13585, with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786); `inf` for no ceiling. Without
-    the weight it is `LogProb`, which the preset `reinforce` has.
+    arXiv 2506.13585, with an absolute ceiling and no floor (ScaleRL, arXiv 2510.13786); `inf` means no ceiling.
+    Without the weight it would be `LogProb`, the surrogate of the preset `reinforce`.
     """
 
     bounds_ratio = True
@@ -237,7 +237,7 @@ class Regression(Surrogate):
 
 @dataclass(frozen=True)
 class Shaped(Surrogate):
-    """On-policy tokens r A, unclipped; external tokens f(pi) A with f(x) = x / (x + gamma).
+    """r A, unclipped, at on-policy tokens; f(pi) A with f(x) = x / (x + gamma) at external tokens.
 
     LUFFY (arXiv 2504.14945): the behavior probability of an external token is taken as 1.
     """

@@ -1,7 +1,7 @@
-"""The checks of a pair, in the order of `CHECKS`, and what runs them all; those of changed weights: weight_checks.py.
+"""The checks of a sampler and a trainer, in the order of `CHECKS`, and `run_checks`, which runs all of them.
 
-Each takes the pair and the responses of each length, and returns what it found. All but that of the weights look at the
-log-probs that the sampler reports under one set of weights.
+Each check takes the pair and its responses by length, and returns an `Outcome`. All checks use one set of weights,
+except `check_weights` (weight_checks.py), which changes the weights.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ TOKENS = 1024
 """Tokens that are sampled for each length, in 2 to 16 responses."""
 BATCHES = (8, 64)
 PROBES, PROBE_TOKENS = 8, 16
-"""Responses of a check, and tokens of each, where nothing else is said."""
+"""Default number of responses in a check, and of tokens in each response."""
 IMPOSSIBLE_CAUSES = ("copied",)
 """Causes that this data cannot have: the trainer has no access to the sampler's log-probs."""
 CONFIDENT = 0.5
-"""Least confidence of a cause that fails a check."""
+"""A cause fails a check only with at least this confidence."""
 OTHER_TEMPERATURE = 0.7
-"""The temperature of the check of sampling settings where 1 is configured: there raw and processed log-probs agree."""
+"""Temperature in `check_sampling_settings` if 1 without truncation is configured: raw and processed agree there."""
 END_MARGIN = 30
-"""k3 of the end tokens, which are few, may be this many times the larger of the bound and the k3 of other tokens."""
+"""Allowed ratio of the k3 of end tokens, which are few, to the larger of the bound and the k3 of other tokens."""
 PARTS = {
     "decode/prefill": (
         "decode differs from prefill: cache or decode kernels",
@@ -47,13 +47,13 @@ PARTS = {
         "see weights and distribution; compare dtypes, attention implementations and the model's config",
     ),
 }
-"""What is wrong, and what to do, where the two sides of a pair differ. Ratios are second over first."""
+"""What is wrong, and what to do, if two computations of log-probs differ. Ratios of the key "a/b" are b over a."""
 WHOLE = "decode/trainer"
 
 
 @dataclass(frozen=True, eq=False)
 class Preflight:
-    """The result: checks in order, and the responses of each length that the first one measured."""
+    """The result: checks in order, and the responses by length that the first check measured."""
 
     facts: Mapping[str, str]
     bound: float
@@ -91,10 +91,10 @@ def run_checks(
     on_progress: Callable[[str], None],
     on_check: Callable[[Check], None] = lambda _: None,
 ) -> Preflight:
-    """Publishes the trainer's weights and runs every check. A check that the engine refuses has failed.
+    """Publishes the trainer's weights and runs every check. A check that raises `TrimtabError` counts as failed.
 
-    lengths: of responses in tokens; those beyond the context are shortened to it. on_progress: called with what is
-    done next. on_check: called with each check when it has been made.
+    lengths: lengths of responses in tokens, cut to the context. on_progress: called with the name of the next step.
+    on_check: called with each finished check.
     """
     pair.publish()
     samples: dict[int, ScoredResponses] = {}
@@ -115,14 +115,14 @@ def run_checks(
 
 
 def measured_of(*parts: ScoredResponses) -> Measured:
-    """Returns size, location and placeholders of the mismatch, as `trimtab diagnose` measures a file."""
+    """Returns size, location and placeholders of the mismatch, measured as by `trimtab diagnose`."""
     table = TokenTable.concat([part.table() for part in parts])
     summary = DataSummary("trimtab", 0, table.responses, table.tokens, table.tokens, "proximal")
     return measure([table], lambda: summary)
 
 
 def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
-    """Checks k3 of each length, that the mean ratio is 1, and whether diagnosis knows a fault in the tokens."""
+    """Checks k3 of each length, that the mean ratio is 1, and that the tokens show no fault known to diagnosis."""
     sizes = {length: measured_of(one).size.mismatch for length, one in samples.items()}
     whole = measured_of(*samples.values())
     causes = [cause for cause in find_causes(whole, IMPOSSIBLE_CAUSES) if cause.confidence >= CONFIDENT]
@@ -149,9 +149,9 @@ def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> 
 def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
     """Compares the log-probs from decoding, from a prefill of the same ids in the sampler, and from the trainer.
 
-    Where decode and prefill differ, the cause is in what only decoding uses: the key-value cache and its kernels. Where
-    prefill and trainer differ, it is in the weights or the numerics of the engine. All at temperature 1, since
-    inference engines ignore the temperature in a prefill.
+    If decode and prefill differ, the cause is in what only decoding uses: the key-value cache and its kernels. If
+    prefill and trainer differ, the cause is in the weights or the numerics of the engine. All are computed at
+    temperature 1, since inference engines ignore the temperature in a prefill.
     """
     if (score := getattr(pair.engine, "prefill_logps", None)) is None:
         return Outcome("note", "skipped: this sampler cannot score given responses")
@@ -161,7 +161,7 @@ def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> O
         parts = [pair.compare(samples[longest].prompts, longest, temperature=1.0)]
     logps = []
     for part in parts:
-        # vLLM and servers score a prompt, which must leave room for one more token.
+        # vLLM and servers score the ids as a prompt, which must leave room for one more token.
         pieces = [
             one if pair.context is None else one.truncated(max(1, pair.context - 1 - len(prompt.ids)))
             for prompt, one in zip(part.prompts, part.completions, strict=True)
@@ -179,9 +179,9 @@ def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> O
 
 
 def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Outcome:
-    """Names the part that makes a difference beyond the bound, or a mean ratio that cannot be 1.
+    """Returns the outcome, which names the part whose k3 is beyond the bound or whose mean ratio cannot be 1.
 
-    log_ratios: (tokens,) of each pair of `PARTS`. Decoding sampled the tokens: ratios over it have the mean 1.
+    log_ratios: (tokens,) for each key of `PARTS`. Decoding sampled the tokens: ratios over decode have the mean 1.
     """
     every = {**log_ratios, WHOLE: sum(log_ratios.values())}
     sizes = {name: float(k3(np.asarray(values)).mean()) for name, values in every.items()}
@@ -200,7 +200,7 @@ def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Outco
 
 
 def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
-    """Compares the log-probs of all ids, or the most probable ones, and not only of the sampled ones."""
+    """Compares the log-probs of all ids or of the most probable ids, not only of the sampled ids."""
     prompts = pair.prompts[:PROBES]
     completions = pair.sample(prompts, PROBE_TOKENS, top_logprobs=pair.top_logprobs)
     tops = [one.top for one in completions]
@@ -224,25 +224,25 @@ def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
         f"divergence {short(divergence)} nats per token over {shown}; the most probable id agrees at {agreement:.1%}"
     )
     own = np.where(ids == sampled[:, None], sampler, -np.inf).max(1)
-    # In most engines the log-prob of the sampled token comes first in its list, and a wrong index takes the best one.
+    # Most engines put the sampled token first in the list of log-probs; a wrong index takes the most probable one.
     is_top = (np.abs(sampler.max(1) - reported) < 1e-3) & (np.abs(own - reported) > 1e-2)
     if is_top.any():
         detail += (
             f"; at {is_top.mean():.0%} of the tokens the sampler reports the log-prob of the most probable id instead"
         )
         return Outcome("fail", f"{detail} (wrong-token)", CAUSES["wrong-token"].fix, figures)
-    if not divergence <= max(pair.bound, EXACT):  # invariant numerics are promised of sampled tokens
+    if not divergence <= max(pair.bound, EXACT):  # invariant numerics are promised for sampled tokens only
         return Outcome("fail", detail, "compare weights, dtypes and temperatures", figures)
     return Outcome("ok", detail, "", figures)
 
 
 def check_batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
-    """Checks whether a response has the same log-probs alone and among others."""
+    """Checks whether a response has the same log-probs alone and in a batch."""
     alone = [pair.sample([prompt], PROBE_TOKENS)[0] for prompt in pair.prompts[:2]]
     figures, words = {}, []
     for size in BATCHES:
         together = []
-        for place in range(len(alone)):  # it stays the first of its batch, and so draws the same random numbers
+        for place in range(len(alone)):  # first in its batch, the prompt draws the same random numbers
             others = [prompt for number, prompt in enumerate(pair.prompts) if number != place][: size - 1]
             together.append(pair.sample([pair.prompts[place], *others], PROBE_TOKENS)[0])
         figures[f"k3/{size}"], text = _difference(common_log_ratio(alone, together))
@@ -258,7 +258,7 @@ def check_batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses])
 
 
 def check_prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
-    """Checks prompts asked again, whose prefix is cached, and responses that continue a prefix."""
+    """Checks repeated prompts, whose prefix is cached, and responses that continue a prefix."""
     prompts = pair.prompts[:PROBES]
     pair.publish()  # empties the cache
     cold, warm = pair.sample(prompts, PROBE_TOKENS), pair.sample(prompts, PROBE_TOKENS)
@@ -280,7 +280,7 @@ def check_prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
 
 
 def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
-    """Returns k3 between two computations of the same log-probs, and its size in words; infinite without any token."""
+    """Returns k3 between two computations of the same log-probs, and its text; infinite if there is no token."""
     if not len(log_ratio):
         return np.inf, "no token in common"
     size = float(k3(log_ratio).mean())
@@ -288,7 +288,7 @@ def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
 
 
 def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
-    """Checks which distribution the log-probs describe: that of the model, or the one that is sampled."""
+    """Checks whether the log-probs describe the sampled distribution or the distribution of the raw logits."""
     configured, prompts = pair.sampling, pair.prompts[:PROBES]
     neutral = configured.temperature == 1 and not configured.truncated
     temperature = OTHER_TEMPERATURE if neutral else configured.temperature
@@ -316,7 +316,7 @@ def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredRespo
 
 
 def check_end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
-    """Checks with which tokens responses end, and the log-probs there; and padding in the trainer."""
+    """Checks the tokens that end responses, the log-probs there, and that padding does not matter in the trainer."""
     prompts = pair.prompts[:PROBES]
     scored = pair.compare(prompts, 4 * PROBE_TOKENS, ignore_stop=False)
     faults, ends, others = _template_faults(pair), [], []
@@ -375,7 +375,7 @@ def _template_faults(pair: EnginePair) -> list[str]:
 
 
 def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
-    """Returns k3 of the trainer's log-probs of the shortest response alone against those in the whole batch."""
+    """Returns k3 between the trainer's log-probs of the shortest response alone and in the whole batch."""
     pairs = zip(scored.prompts, scored.completions, strict=True)
     shortest = int(np.argmin([len(prompt.ids) + len(one.response_ids) for prompt, one in pairs]))
     alone = pair.score([scored.prompts[shortest]], [scored.completions[shortest]], scored.temperature)

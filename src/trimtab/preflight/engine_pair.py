@@ -1,4 +1,4 @@
-"""A sampler and a trainer of one model, as a recipe describes them, and responses with the log-probs of both.
+"""A sampler and a trainer of one model, built from a recipe, and responses with the log-probs of both.
 
 The trainer scores given responses through Trimtab's packed pass, or as a plain padded batch.
 """
@@ -32,20 +32,20 @@ from trimtab.types import Completion, Engine, IntArray, Problem, Prompt, Samplin
 
 SEED = 0
 EXACT = 1e-8
-"""k3 up to which two float32 computations agree."""
+"""Two float32 computations agree if their k3 is at most this."""
 MARGIN = 4.0
-"""A mismatch may be this many times that of the same pair in its usual state (weights unchanged, nothing cached)."""
+"""Allowed ratio of a mismatch to the mismatch of the same pair with unchanged weights and nothing cached."""
 MAX_LOGITS = 1 << 27
-"""Logits of one forward: half a GiB in float32."""
+"""Largest number of logits in one forward: half a GiB in float32."""
 PROMPTS = 64
 TOP_LOGPROBS = 20
-"""Ids whose log-probs vLLM and servers return by default at most."""
+"""Largest number of ids per token whose log-probs vLLM and servers return by default."""
 BOUNDS = {"invariant": 0.0, "float32": 1e-8, "16 bits": 1e-2, "quantized": 1e-1}
-"""Largest k3 by numerics; the ranges of `metrics.toml`."""
+"""Largest k3 by numerics, from the ranges in `metrics.toml`."""
 
 
 class Outcome(NamedTuple):
-    """What a check found: `Check` without its name."""
+    """The result of a check: `Check` without its name."""
 
     status: Status
     detail: str
@@ -55,16 +55,16 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Check(Finding):
-    """A finding with its numbers. figures: by name."""
+    """A finding with its numbers by name (`figures`)."""
 
     figures: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredResponses:
-    """Responses of the sampler, and the trainer's log-probs (tokens,) of each.
+    """Responses of the sampler, and the trainer's log-probs (tokens,) of each response.
 
-    further: its log-probs (tokens, k) of further ids at each token, where they were asked for.
+    further: the trainer's log-probs (tokens, k) of further ids at each token, if requested.
     """
 
     prompts: Sequence[Prompt]
@@ -75,7 +75,7 @@ class ScoredResponses:
 
     @cached_property
     def by_response(self) -> list[np.ndarray]:
-        """The logarithm of trainer / sampler at the tokens of each response, (tokens,)."""
+        """For each response log trainer/sampler of its tokens, (tokens,)."""
         pairs = zip(self.logp_trainer, self.completions, strict=True)
         return [logp - one.logp_behavior for logp, one in pairs]
 
@@ -108,7 +108,7 @@ class ScoredResponses:
 
 
 Scores = tuple[Tensor, Tensor | None]
-"""Log-probs (batch, time) of the responses, and of further ids (batch, time, k) where they were asked for."""
+"""Log-probs (batch, time) of the responses, and (batch, time, k) of further ids if requested."""
 Forward = Callable[[Any, TokenBatch, float, Tensor | None, Tensor | None], Scores]
 """Takes a model, a batch, the temperature, the ids that each token was drawn from, and further ids to score."""
 
@@ -116,7 +116,7 @@ Forward = Callable[[Any, TokenBatch, float, Tensor | None, Tensor | None], Score
 def packed_forward(
     model: Any, batch: TokenBatch, temperature: float, kept: Tensor | None, further: Tensor | None
 ) -> Scores:
-    """Scores without padding, as Trimtab trains."""
+    """Scores a batch packed without padding, as Trimtab trains."""
     scores = score(model, batch, temperature=temperature, kept=kept, head=further)
     return scores.logp, scores.head
 
@@ -153,40 +153,37 @@ ATTENTION = "sdpa"
 
 @dataclass(eq=False)
 class EnginePair:
-    """What is checked.
+    """The sampler and the trainer to check.
 
-    engine: the sampler. model, forward: the trainer. autocast: whether the forward computes in bfloat16. prompts: at
-    least 64. sampling: as configured. bound: largest k3 in nats per token. top_logprobs: the number of ids whose
-    log-probs the sampler can return at a token. stop_ids: where its responses end. lora: whether adapters are trained.
-    weights_in_use: whether `named_weights` of the sampler are the tensors in use, as they were published. vLLM and
-    servers return what was published last; their own tensors are fused, sharded or quantized.
+    weights_in_use: whether `named_weights` of the sampler returns the tensors in use. vLLM and servers return the
+    tensors that were published last; their own tensors are fused, sharded or quantized.
     """
 
-    engine: Engine
-    model: Any
-    forward: Forward
-    autocast: bool
+    engine: Engine  # the sampler
+    model: Any  # the model of the trainer
+    forward: Forward  # scores responses with the model
+    autocast: bool  # whether the forward computes in bfloat16
     vocabulary: int
     tokenizer: Any
-    prompts: Sequence[Prompt]
-    sampling: SamplingParams
+    prompts: Sequence[Prompt]  # at least 64
+    sampling: SamplingParams  # as configured
     context: int | None
-    bound: float
-    top_logprobs: int
-    stop_ids: frozenset[int]
-    lora: bool = False
+    bound: float  # largest k3 in nats per token
+    top_logprobs: int  # number of ids per token whose log-probs the sampler can return
+    stop_ids: frozenset[int]  # tokens that end a response
+    lora: bool = False  # whether adapters are trained
     weights_in_use: bool = False
     version: int = 0
 
     def publish(self) -> None:
-        """Gives the sampler the trainer's weights, as a training run does."""
+        """Loads the trainer's weights into the sampler, as a training run does."""
         self.version += 1
         self.engine.update_weights(named_weights(self.model), self.version)
 
     def sample(
         self, prompts: Sequence[Prompt], tokens: int, prefixes: Sequence[Completion] | None = None, **changes: Any
     ) -> list[Completion]:
-        """Returns one response to each prompt of `tokens` tokens, at the configured temperature without truncation.
+        """Returns a response of `tokens` tokens to each prompt, at the configured temperature without truncation.
 
         changes: further fields of `SamplingParams`.
         """
@@ -238,7 +235,7 @@ class EnginePair:
         kept: bool = False,
         further: Tensor | None = None,
     ) -> Scores:
-        """Scores one micro-batch, with gradient where it is enabled; padded."""
+        """Returns padded log-probs of one micro-batch, with gradient unless gradients are disabled."""
         batch = TokenBatch.pack(
             [prompt.ids for prompt in prompts],
             [one.response_ids for one in completions],
@@ -257,7 +254,7 @@ class EnginePair:
         return self.score(prompts, self.sample(prompts, tokens, **changes), changes.get("temperature"))
 
     def room(self, prompts: Sequence[Prompt], tokens: int) -> int:
-        """Returns `tokens`, or what the context leaves after the longest prompt."""
+        """Returns `tokens`, or less if the context has less room after the longest prompt."""
         longest = max(len(prompt.ids) for prompt in prompts)
         return tokens if self.context is None else max(1, min(tokens, self.context - longest))
 
@@ -308,8 +305,8 @@ def build_pair(
 ) -> EnginePair:
     """Loads the model and starts the engine.
 
-    trainer: a key of `FORWARDS`. file: of prompts, one a line. folder: for the files from which an engine reads the
-    model's config. notify: called with a line of text while servers are waited for.
+    trainer: a key of `FORWARDS`. file: prompts, one per line. folder: for files from which an engine reads the model's
+    config. notify: called with a line of text while waiting for servers.
     """
     if trainer == "transformers" and config.numerics == "invariant":
         raise TrimtabError('numerics = "invariant" is of the trimtab trainer: use --trainer trimtab')
@@ -342,7 +339,7 @@ def build_pair(
 
 
 def _prompts(config: Config, tokenizer: Any, file: Path | None) -> Sequence[Prompt]:
-    """Returns `PROMPTS` prompts: those of the recipe's task, or the lines of a file, repeated as often as needed."""
+    """Returns `PROMPTS` prompts: from the recipe's task, or the lines of a file, repeated as often as needed."""
     if file is None:
         stream = PromptStream(tasks.build(config.task.name, **config.task.keywords), tokenizer, config.seed)
         return stream.at(0, PROMPTS)
@@ -352,16 +349,16 @@ def _prompts(config: Config, tokenizer: Any, file: Path | None) -> Sequence[Prom
         raise TrimtabError(f"--prompts {file} cannot be read: {error}") from None
     if not lines:
         raise TrimtabError(f"--prompts {file} has no line with text: write a prompt into each line")
-    # A template writes the special tokens that a prompt needs; the tokenizer would add a second one.
+    # A template writes the special tokens that a prompt needs; the tokenizer would add them again.
     texts = itertools.islice(itertools.cycle(lines), PROMPTS)
     ids = [np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64) for text in texts]
     return [Prompt(Problem(f"line {number % len(lines) + 1}", "", ""), "", row) for number, row in enumerate(ids)]
 
 
 def common_log_ratio(a: Sequence[Completion], b: Sequence[Completion]) -> np.ndarray:
-    """Returns log(b / a) at the first tokens that two lists of responses have in common, response by response.
+    """Returns log(b / a) over the common beginning of each pair of responses, concatenated.
 
-    The token at which two responses part is not compared, since the two log-probs are of different tokens.
+    The first token that differs is not compared, since the two log-probs are of different tokens.
     """
     parts = []
     for one, other in zip(a, b, strict=True):

@@ -35,7 +35,7 @@ PLACES = 10
 def write_page(result: Preflight, path: Path, command: str) -> Path:
     """Writes the page and returns its path. Raises `TrimtabError` if it cannot be written.
 
-    command: the command line, for a reader who was not there.
+    command: the command line, printed on the page.
     """
     steps, checks = [], []
     for check in result.checks:

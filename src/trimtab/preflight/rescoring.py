@@ -2,7 +2,7 @@
 
     files -> ids of prompts and responses -> log-probs from the checkpoint -> the same rows with `logp_rescored`
 
-Nothing is tokenized: the ids are those that the sampler was given and returned. `trimtab diagnose` on the result says
+Nothing is tokenized: the sampler's own ids of prompts and responses are scored. `trimtab diagnose` on the result tells
 which side differs from the checkpoint.
 """
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 1024
-"""Tokens of one forward pass; a longer response is passed in parts. Their logits take tokens x vocabulary x 4 bytes."""
+"""Tokens of one forward pass at most; longer responses go in parts. Logits take tokens x vocabulary x 4 bytes."""
 OnProgress = Callable[[int, int], None]
-"""Called with the number of responses that are scored and of all."""
+"""Called with the number of scored responses, and the number of all responses."""
 TOKEN_COLUMNS = {
     **{"ids": "response_ids", "mask": "loss_mask", "entropy": "entropy", "version": "policy_version", "turn": "turn"},
     **{name: f"logp_{name}" for name in ("behavior", "proximal", "current", "rescored")},
@@ -41,7 +41,7 @@ TOKEN_COLUMNS = {
 ROW_COLUMNS = {"prompt": "prompt_id"} | {
     name: name for name in ("step", "group", "proximal_version", "reward", "advantage", "temperature", "top_p", "top_k")
 }
-"""The columns of the result by those of `TokenTable`, with a value per token and per response."""
+"""Columns of the result by field of `TokenTable`: `TOKEN_COLUMNS` for values of tokens, `ROW_COLUMNS` of responses."""
 
 
 def rescore(
@@ -57,9 +57,9 @@ def rescore(
 ) -> pa.Table:
     """Returns the responses of files or folders, a row each, with `logp_rescored`: their log-probs under `model`.
 
-    framework, columns: as for `diagnose`. limit: an even choice of so many responses. step: only those of this step.
-    temperature: that the logits are divided by; None takes that of the data, 1 where it has none.
-    Raises `TrimtabError` where ids of prompts or responses are missing, or are not in the vocabulary of the model.
+    framework, columns: as for `diagnose`. limit: largest number of responses, chosen evenly. step: select this step.
+    temperature: divides the logits; None takes the temperature in the data, or 1 if there is none.
+    Raises `TrimtabError` if ids of prompts or responses are missing, or are not in the vocabulary of the model.
     """
     log = open_log(paths, framework=framework, columns=columns, with_prompts=True)
     tables = list(log.tables())
@@ -73,7 +73,7 @@ def rescore(
         chosen = np.linspace(0, table.responses - 1, limit).round().astype(np.int64)
         table = table.select(np.isin(np.arange(table.responses), chosen))
     _check_ids(table, origin.framework)
-    if origin.assumes_current:  # these versions are assumed, and would count as recorded
+    if origin.assumes_current:  # assumed versions must not look like recorded ones
         table = replace(table, version=None, proximal_version=None)
     if temperature is not None:
         table = replace(table, temperature=np.full(table.responses, temperature))
@@ -81,7 +81,7 @@ def rescore(
 
 
 def encoded(rows: pa.Table, suffix: str) -> bytes:
-    """Returns the rows as a parquet file, or as JSON lines for the suffix .jsonl; what is not finite is null there."""
+    """Returns the rows as a parquet file, or as JSON lines (non-finite numbers as null) for the suffix .jsonl."""
     if suffix == ".jsonl":
         lines = (json.dumps(json_value(row)) + "\n" for row in rows.to_pylist())
         return "".join(lines).encode()
@@ -91,7 +91,7 @@ def encoded(rows: pa.Table, suffix: str) -> bytes:
 
 
 def _check_ids(table: TokenTable, framework: str) -> None:
-    """Raises `TrimtabError` unless each response has its ids and those of its prompt."""
+    """Raises `TrimtabError` unless each response has its own ids and the ids of its prompt."""
     if table.ids is None:
         raise TrimtabError("the files have no ids of responses: name their column with --columns response_ids=COLUMN")
     if framework == "open-instruct":
@@ -130,7 +130,7 @@ def _scores(table: TokenTable, name: str, on_progress: OnProgress) -> np.ndarray
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         logp = _logps(model, ids, torch.tensor(temperature[batch], dtype=torch.float32, device=device)).cpu().numpy()
         for row, values in zip(batch, logp, strict=True):
-            start = len(prompts[row]) - 1  # a token is predicted by the one before it
+            start = len(prompts[row]) - 1  # a token is predicted at the position before it
             scores[row] = values[start : start + len(responses[row])]
         done += len(batch)
         on_progress(done, table.responses)
@@ -138,10 +138,10 @@ def _scores(table: TokenTable, name: str, on_progress: OnProgress) -> np.ndarray
 
 
 def _batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Returns the rows in batches of similar length, each with at most `TOKENS` tokens or of one row."""
+    """Returns row numbers in batches of similar length: at most `TOKENS` tokens, or one row."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not batches or lengths[row] * (len(batches[-1]) + 1) > TOKENS:  # it is the longest of its batch
+        if not batches or lengths[row] * (len(batches[-1]) + 1) > TOKENS:  # sorted by length: this row is the longest
             batches.append([])
         batches[-1].append(row)
     return batches
@@ -149,9 +149,9 @@ def _batches(lengths: Sequence[int]) -> list[list[int]]:
 
 @torch.inference_mode()
 def _logps(model: PreTrainedModel, ids: Tensor, temperature: Tensor) -> Tensor:
-    """Returns the log-prob of each token but the first, (rows, time - 1).
+    """Returns the log-prob of each token except the first, (rows, time - 1).
 
-    Padding is on the right, where causal attention keeps it from every token before.
+    Padding is on the right, so that causal attention hides it from all real tokens.
     """
     parts, cache = [], None
     time = ids.shape[1] - 1

@@ -1,12 +1,12 @@
-"""Checks that changed weights arrive in the sampler: all of them, and not an earlier cache.
+"""Checks that changed weights arrive in the sampler: every tensor, and no log-probs cached under old weights.
 
-Where the sampler returns the tensors in use, they are compared with the published ones first.
+If the sampler returns the tensors in use, they are first compared with the published tensors.
 
-Every trained weight gets seeded noise. Before it is published, the mismatch must grow, or the check could see nothing;
-afterwards it must be back at its old size. A tensor whose old value the sampler still holds is found even where its
-effect is smaller than the rounding: to first order it moves the log-probs by the derivative along the tensor's change.
-One backward pass of sum_t r_t log p_t, where r is the remaining difference, gives the inner products of r with these
-derivatives for all tensors. A tensor that stands out is then put back in the trainer, which must agree better.
+Every trained weight gets seeded noise. Before the noise is published, the mismatch must grow, or the check could see
+nothing; afterwards it must return to its old size. A tensor that the sampler did not update is found even if its effect
+is smaller than rounding. To first order, the effect on log-probs is their derivative along the tensor's change. One
+backward pass of sum_t r_t log p_t, with r the remaining difference, gives the inner products of r with these
+derivatives for all tensors. If a tensor stands out, the trainer gets its old value back: both must agree better.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from trimtab.types import Prompt
 NOISE = 0.1
 """Standard deviation of the noise, relative to the root mean square of a tensor."""
 ADAPTER_NOISE = 0.02
-"""That of the second matrix of an adapter, which starts at 0."""
+"""Standard deviation of the noise of `lora_B` matrices, which are initialized to 0."""
 PROBES, PROBE_TOKENS = 32, 16
 SUSPECT = 3.0
 """A tensor is tried if its mean inner product over responses is more than this many standard errors above 0."""
 TRIED, MOST_STALE = 3, 12
-"""Tensors tried in each round, after which the best keeps its old value, and rounds at most."""
+"""Tensors tried in each round, of which the best keeps its old value; and the largest number of rounds."""
 BETTER = 0.9
-"""Part of k3 that may be left once a tensor is put back."""
+"""Restoring the old value of a stale tensor must reduce k3 to at most this fraction."""
 
 
 def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
-    """Publishes changed weights, and names what did not arrive. The first weights are published again at the end."""
+    """Publishes changed weights and names the tensors that did not arrive. Publishes the old weights at the end."""
     seen, unseen = pair.prompts[:PROBES], _never_asked(pair.prompts)
     before = pair.compare(seen, PROBE_TOKENS).k3
     limit = max(MARGIN * before, EXACT)
@@ -71,7 +71,7 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
 
 
 def _never_asked(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns the last `PROBES` prompts after one more id, with which none begins, so that no cache holds a prefix."""
+    """Returns the last `PROBES` prompts, each after an id with which no prompt begins: no prefix is cached."""
     first = {int(prompt.ids[0]) for prompt in prompts}
     inside = (int(id_) for prompt in prompts for id_ in reversed(prompt.ids))
     other = next((id_ for id_ in inside if id_ not in first), int(prompts[0].ids[-1]))
@@ -79,9 +79,9 @@ def _never_asked(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _different(pair: EnginePair) -> list[str]:
-    """Returns the tensors that the sampler holds with other values than the trainer's, rounded to the sampler's dtype.
+    """Returns the tensors whose values in the sampler differ from the trainer's, rounded to the sampler's dtype.
 
-    Empty where the sampler does not return the tensors in use.
+    Empty if the sampler does not return the tensors in use.
     """
     held = dict(pair.engine.named_weights()) if pair.weights_in_use else {}
     weights = ((name, tensor) for name, tensor in named_weights(pair.model) if name in held)
@@ -89,7 +89,7 @@ def _different(pair: EnginePair) -> list[str]:
 
 
 def _undelivered(pair: EnginePair, wrong: Sequence[str], changed: Sequence[str]) -> str:
-    """Says which tensors did not arrive. changed: all that the publication had to change."""
+    """Returns which tensors did not arrive, in words. changed: all tensors that the publication had to change."""
     if set(wrong) >= set(changed):
         return f"{_nothing_arrived(pair)}: all {len(changed)} changed tensors differ"
     return f"not published: {join_names(wrong)}; compared tensor by tensor"
@@ -105,7 +105,7 @@ def _verdict(
     samples: tuple[ScoredResponses, ScoredResponses, ScoredResponses],
     limit: float,
 ) -> tuple[str, str]:
-    """Returns what is wrong and what to do; empty where the new weights arrived."""
+    """Returns what is wrong and what to do; empty texts if the new weights arrived."""
     withheld, published, fresh = samples
     if withheld.k3 <= limit:
         return f"a change cannot be seen beside a mismatch of {short(limit / MARGIN)}: repair that first", ""
@@ -136,7 +136,7 @@ def _equal(a: ScoredResponses, b: ScoredResponses) -> bool:
 
 @contextmanager
 def changed_weights(pair: EnginePair) -> Iterator[dict[str, Tensor]]:
-    """Adds seeded noise to every trained weight of the trainer; yields the original ones, which it restores."""
+    """Adds seeded noise to the trained weights (LoRA: `lora_B` only); yields the originals, and restores them."""
     trained = {name: p for name, p in pair.model.named_parameters() if p.requires_grad}
     if pair.lora:
         trained = {name: p for name, p in trained.items() if "lora_B" in name}
@@ -156,7 +156,7 @@ def changed_weights(pair: EnginePair) -> Iterator[dict[str, Tensor]]:
 
 @torch.no_grad()
 def stale_tensors(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> tuple[list[str], float]:
-    """Returns the tensors whose old values the sampler holds, and k3 of the trainer with these old values."""
+    """Returns the tensors whose old values the sampler holds, and the k3 if the trainer has these old values too."""
     parameters = dict(pair.model.named_parameters())
     new = {name: parameters[name].clone() for name in original}
     found: list[str] = []
@@ -177,7 +177,7 @@ def stale_tensors(pair: EnginePair, scored: ScoredResponses, original: Mapping[s
 
 
 def _suspects(pair: EnginePair, scored: ScoredResponses, original: Mapping[str, Tensor]) -> list[str]:
-    """Returns the tensors towards whose old values the sampler lies, those that stand out most first."""
+    """Returns the tensors whose old values fit the sampler better, in order of significance."""
     changed = {
         name: p for name, p in pair.model.named_parameters() if name in original and not torch.equal(p, original[name])
     }
