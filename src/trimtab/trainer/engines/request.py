@@ -121,7 +121,7 @@ def validate_tokens(
     *,
     multi_turn: bool = False,
 ) -> None:
-    """Raises `TrimtabError` if a prefix has unknown ids, or contains a stop and is neither finished nor multi-turn."""
+    """Raises `TrimtabError` for ids outside the vocabulary, and for a stop in an unfinished single-turn prefix."""
     if prefixes is None:
         return
     for name, _, prefix in _distinct_prefixes(prefixes, prompts):

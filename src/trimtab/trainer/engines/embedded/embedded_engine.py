@@ -267,7 +267,7 @@ class DecodingLoop:
             kept = torch.tensor(index, device=tokens.device)
             self.decoder.keep(kept)
             self.rows, tokens = [self.rows[i] for i in index], tokens[kept]
-        if self.exchange.handler is not None:  # not always the sampled token: the row may have waited
+        if self.exchange.handler is not None:  # rows that wait or get an observation do not run `tokens`
             tokens = torch.tensor([row.ids[-1] for row in self.rows], device=tokens.device)
         return tokens
 

@@ -212,7 +212,7 @@ class RemoteEngine:
                 raise TransportLost(self.transport.describe(what))
 
     def _forward(self, handler: TurnHandler, waiting: list[tuple[int, int]]) -> None:
-        """Submits the turns that ended, and sends the results that are known; `waiting` lists turns without a result."""
+        """Submits the turns that ended and sends the results that are known; `waiting` lists turns without a result."""
         ended, self.transport.turns = self.transport.turns, []
         for call, prompt, sample, completion in ended:
             if call != self._calls:
@@ -233,5 +233,5 @@ class RemoteEngine:
 
 
 def _asked(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns prompts without the answers and other fields of their problems, which may not be picklable."""
+    """Returns prompts without answers, which stay here, and without other fields, which may not be picklable."""
     return [Prompt(Problem(prompt.problem.id, "", ""), prompt.text, prompt.ids) for prompt in prompts]
