@@ -99,9 +99,9 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
 def split_threads(cores: int, workers: int, *, is_async: bool) -> tuple[int, int]:
     """Returns the number of threads of this process and of each worker.
 
-    If `is_async`, this process computes at the same time as the workers: all get equal shares of the cores, and this
-    process gets the remainder. More threads than cores slow all processes down: on two cores, two processes with two
-    threads each reach a tenth of the throughput of two processes with one thread each.
+    If `is_async`, this process computes while the workers do: all get equal shares, and this process the remainder.
+    Otherwise the workers share all cores. More threads than cores slow all processes down: on two cores, two processes
+    with two threads each reach a tenth of the throughput of two processes with one thread each.
     """
     if not is_async:
         return cores, max(1, cores // workers)

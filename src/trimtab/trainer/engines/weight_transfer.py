@@ -167,7 +167,7 @@ def with_first_names(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
 
 
 def require_all_loaded(missing: Iterable[Iterable[str]], engine: str) -> None:
-    """Raises `TrimtabError` if a vLLM worker did not load a parameter. missing: the names of these, for each worker."""
+    """Raises `TrimtabError` if a vLLM worker did not load a parameter. missing: names of such parameters, by worker."""
     if names := sorted({name for worker in missing for name in worker}):
         raise TrimtabError(
             f"{engine} did not take over weight {names[0]!r} ({len(names)} in all): vLLM's model is not transformers'; "

@@ -45,7 +45,7 @@ class Buffer:
         self._stats = RolloutStats()
 
     def _max_lag(self, halvings: int) -> float:
-        """Returns the largest age of a consumed token, in updates, with `max_lag` and `sync_every` halved so often."""
+        """Returns the largest age of a consumed token, in updates, after `halvings` halvings (see `halve_lag`)."""
         trainer, max_lag = self._trainer, math.inf
         if trainer.max_lag is not None:
             max_lag = max(min(trainer.max_lag, 1), trainer.max_lag >> halvings)
@@ -90,7 +90,7 @@ class Buffer:
             self._stats.add(stats)
 
     def is_live(self, request: GroupRange) -> bool:
-        """Whether any group of a running request is still live."""
+        """Returns whether any group of a running request is still live."""
         with self.changed:
             return any(self.schedule.contains(number) for number in request.numbers)
 

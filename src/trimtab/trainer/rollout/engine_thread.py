@@ -145,7 +145,7 @@ class EngineThread:
     def _wait_if_paused(self) -> WeightUpdate | None:
         """Waits while paused, then returns weights that are newer than the engine's, if there are any.
 
-        Call it with the lock held. It clears `interrupt`: the reason is visible in the state here, or sets it again.
+        Call it with the lock held. It clears `interrupt`: its cause is visible in the state by now, or sets it again.
         """
         while self.state.paused and not self.state.closed:
             if not self.idle:

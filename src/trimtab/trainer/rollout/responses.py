@@ -67,7 +67,7 @@ class Responses:
 
     @property
     def seconds_to_end(self) -> float:
-        """Longest time until `respond` returns after its engine was aborted."""
+        """Longest time in seconds until `respond` returns after its engine was aborted."""
         return 0.0
 
     def respond(

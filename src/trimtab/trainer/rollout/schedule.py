@@ -168,7 +168,7 @@ class Schedule:
         return number in self._live
 
     def state(self) -> dict[str, Any]:
-        """Returns the state as JSON. On resuming, running groups are generated again, groups without signal are not."""
+        """Returns the state as JSON. After `restore`, running groups are pending, and groups without signal dropped."""
         return {
             "drawn": self.drawn,
             "consumed": self.consumed,

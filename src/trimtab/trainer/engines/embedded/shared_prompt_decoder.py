@@ -306,7 +306,7 @@ class SharedPromptDecoder:
         self._padding = padding[:, None, None] if bool(padding.any()) else None
 
     def keep(self, index: Tensor) -> None:
-        """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
+        """Removes all rows except those at the ascending indices `index`, so that rows of a prompt stay adjacent."""
         self._responses = [slab[:, index] for slab in self._responses]
         self._edge = None if self._edge is None else self._edge[index]
         self._group_by_prompt(self._grid.prompt[index])

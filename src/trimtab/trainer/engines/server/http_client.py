@@ -31,7 +31,7 @@ CONNECT_TIMEOUT = 4.0
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 # Number of characters of a server's text that a message quotes.
 EXCERPT_LENGTH = 300
-# Largest answer without sampled tokens.
+# Bytes of the largest answer, apart from sampled tokens.
 MAX_ANSWER_BYTES = 1 << 20
 
 

@@ -137,7 +137,7 @@ class RequestDispatch:
                     queued.result.set_result(result)
 
     async def _take(self, index: int) -> _Queued:
-        """Waits for a request in the queue of server `index`, or in another queue whose own workers are all busy."""
+        """Waits for a request and returns it: from server `index`'s queue, or from one whose workers are all busy."""
         server, own = self._servers[index], self._queues[index]
         while True:
             if server in self._in_check:
@@ -160,7 +160,7 @@ class RequestDispatch:
     def _requeue(self, queued: _Queued, queue: deque[_Queued], reason: ServerUnavailable) -> None:
         """Puts an unanswered request back to the front of its server's queue, where other servers may take it.
 
-        `WrongWeights` is no failure of the request, which was not sent: every connection of a lost server may take it.
+        `WrongWeights` does not count as a failure, because the request was not sent: all connections may take it.
         """
         queued.failures += not isinstance(reason, WrongWeights)
         if isinstance(reason, WrongAnswer):

@@ -162,7 +162,7 @@ def check_result(where: str, result: CompletionResult, request: CompletionReques
 
 
 def _impossible(logp: Sequence[float], request: CompletionRequest, uniform: float) -> str | None:
-    """Returns a text if sampled tokens cannot have these log-probs, otherwise None. uniform: log(vocabulary).
+    """Returns what is wrong if sampled tokens cannot have these log-probs, or None. uniform: log(vocabulary).
 
     Above temperature 1, only log-probs that are all 0 count: the probe finds log-probs from before the temperature.
     """
