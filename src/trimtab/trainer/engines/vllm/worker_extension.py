@@ -1,8 +1,8 @@
 """The extension inside vLLM's workers that loads weight updates.
 
-vLLM mixes this class into its worker by name (`worker_extension_cls`). vLLM's own reload misses three things, and each
-gives wrong log-probs without an error: the packed copy of a tied head (CPU), parameters that were not loaded, and keys
-and values that were cached under the old weights (`VllmEngine` resets the cache).
+vLLM mixes this class into its worker by name (`worker_extension_cls`). vLLM's own reload misses the packed copy of a
+tied head (CPU), parameters that were not loaded, and keys and values that were cached under the old weights. Each gives
+wrong log-probs without an error. `VllmEngine` resets the cache; this class handles the rest.
 """
 
 from __future__ import annotations
