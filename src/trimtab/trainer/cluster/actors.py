@@ -26,7 +26,7 @@ class ActorLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ActorSlot:
-    """The placement-group bundle of one actor. The replacement of a dead actor uses the same one."""
+    """The placement-group bundle of one actor. The replacement of a dead actor uses the same bundle."""
 
     group: Any
     bundle: int
@@ -119,7 +119,7 @@ class ActorSlots:
 
 @contextmanager
 def connect(config: RayConfig) -> Iterator[None]:
-    """Connects to the cluster for the duration of the context; an existing connection is used and kept."""
+    """Connects to the cluster for the duration of the context. An existing connection is used and stays open."""
     require_extra("ray", 'placement = "ray"')
     import ray
 
@@ -131,7 +131,7 @@ def connect(config: RayConfig) -> Iterator[None]:
     shows_logs = worker._worker_logs_enabled
     handler, in_main = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
     try:
-        # Ray itself would try for 15 minutes where nothing listens.
+        # Ray itself would try for 15 minutes if nothing listens at the address.
         host, _, port = config.address.rpartition(":")
         if host and port.isdecimal():
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
@@ -154,7 +154,7 @@ def connect(config: RayConfig) -> Iterator[None]:
 
 @contextmanager
 def reserve_slots(config: Config) -> Iterator[ActorSlots]:
-    """Reserves the slots of a run, all or none, and releases them on exit, which also kills actors still in them."""
+    """Reserves all slots of a run or none. Releases them on exit, which also kills the actors still in them."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -190,7 +190,7 @@ def bundles(config: Config) -> list[dict[str, float]]:
 
 
 def _requirements(config: Config) -> dict[str, tuple[int, float, float]]:
-    """Returns the number of actors by kind, and CPUs and GPUs of each; inference servers need no actor."""
+    """Returns (number of actors, CPUs of each, GPUs of each) by kind of actor; inference servers need no actor."""
     ray = config.ray
     return {
         "trainers": (ray.trainers, ray.trainer_cpus, ray.trainer_gpus),

@@ -1,5 +1,5 @@
-"""A run on a cluster: the driver, which reserves resources, starts the ranks, shows their events and cleans up, and the
-ranks, each an actor with the environment that torchrun would set.
+"""Training on a Ray cluster. The driver reserves resources, starts the ranks, shows their events and cleans up. Each
+rank is an actor with the environment variables that torchrun would set.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def train(
 
     The run directory is written by the first rank on its node, and must be visible to this process.
 
-    Raises `TrimtabError` for what the user can correct, including a rank that died, and `Stopped` by Ctrl-C or SIGTERM,
-    after the step in progress and its checkpoint.
+    Raises `TrimtabError` for errors that the user can correct, including a rank that died. After Ctrl-C or SIGTERM,
+    finishes the step in progress and its checkpoint, then raises `Stopped`.
     """
     if launched_by_torchrun():
         raise TrimtabError('placement = "ray" starts the ranks itself: leave torchrun out and set ray.trainers')
@@ -84,7 +84,7 @@ def _start_ranks(slots: ActorSlots) -> Iterator[list[Any]]:
 def _wait_for_ranks(
     ranks: list[Any], runs: list[Any], observer: Observer, config: Config, run: Path, stop: Stop
 ) -> dict[str, Any]:
-    """Waits for all ranks while showing events of the first; returns the metrics of its last step."""
+    """Waits for all ranks while showing events of the first rank; returns the metrics of that rank's last step."""
     import ray
     from ray.exceptions import RayTaskError
 
@@ -135,7 +135,7 @@ def _rank_result(finished: Any) -> dict[str, Any]:
 
 
 def _first_cause(runs: list[Any], error: Exception) -> Exception:
-    """Returns the error to report after a rank failed: ranks that wait for it fail too, possibly before it does.
+    """Returns the error to report after a rank failed. Ranks that wait for the failed rank fail too, possibly earlier.
 
     A lost rank takes precedence over a user error, and a user error over any other exception.
     """
@@ -159,7 +159,7 @@ def _first_cause(runs: list[Any], error: Exception) -> Exception:
 
 
 class EventBuffer:
-    """An observer that keeps events until the driver polls them. Of consecutive phases only the newest is kept."""
+    """An observer that stores events until the driver polls them. Of consecutive phases, it stores only the newest."""
 
     def __init__(self) -> None:
         self._pending: list[list[Any]] = []
@@ -181,7 +181,7 @@ class EventBuffer:
         self._append("message", text)
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        """Called in the process that writes the report, and not here."""
+        """Does nothing: the observer of the process that writes the report gets this event."""
 
     def poll(self, timeout: float) -> str:
         """Returns all events since the last call as JSON for `replay_events`; waits `timeout` seconds for the first."""
@@ -211,7 +211,7 @@ def replay_events(events: str, observer: Observer, config: Config) -> bool:
 
 
 class TrainerRank:
-    """The actor. Rank 0 also holds the data side of the run: engines, rewards, the run directory."""
+    """The actor of one trainer rank. Rank 0 also has the data side of the run: engines, rewards, the run directory."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
@@ -244,7 +244,7 @@ class TrainerRank:
         """
         try:
             use_working_directory(folder)
-            # As torchrun would set them. Ray shows an actor only its own device: local rank 0.
+            # As torchrun would set them. An actor sees only its own device, so its local rank is 0.
             os.environ |= {
                 "RANK": str(self._rank),
                 "WORLD_SIZE": str(self._ranks),

@@ -1,6 +1,6 @@
 """The transport to an engine in a Ray actor; weights go through Ray's object store, in objects of bounded size.
 
-Each object holds whole tensors. On the receiving node, they share the memory of the object store without a copy.
+Each object holds whole tensors. On the receiving node, the tensors share the memory of the object store.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trimtab.trainer.engines.remote.remote_engine import RemoteEngine, Transport
 from trimtab.trainer.engines.weight_transfer import with_first_names
 from trimtab.types import Engine
 
-HEARTBEAT_INTERVAL = 1.0  # seconds between two reports of the actor, without turns that end
+HEARTBEAT_INTERVAL = 1.0  # seconds between two reports of the actor while no turn ends
 SHUTDOWN_TIMEOUT = 10.0  # seconds for the engine to close
 
 
 class EngineActor(EngineHost):
-    """The actor. Calls come one at a time except `abort`, `handled` and `report`, which Ray runs during another call.
+    """The actor of an engine. One call runs at a time; meanwhile Ray may run `abort`, `handled` and `report`.
 
     Arguments and results of `generate` are pickled here, because arrays in the object store are read-only.
     """
@@ -66,7 +66,7 @@ class EngineActor(EngineHost):
         self._ended.put(turn)
 
     def report(self) -> tuple[int, list[EndedTurn]]:
-        """Returns the progress and the turns that ended; waits for one, at most `HEARTBEAT_INTERVAL` seconds."""
+        """Returns the progress and the turns that ended; waits at most `HEARTBEAT_INTERVAL` seconds for a turn."""
         turns: list[EndedTurn] = []
         with contextlib.suppress(queue.Empty):
             turns.append(self._ended.get(timeout=HEARTBEAT_INTERVAL))
@@ -90,7 +90,7 @@ class RayTransport:
 
     def __init__(self, config: Config, folder: Path, slot: ActorSlot, publisher: WeightPublisher) -> None:
         self._config, self._slot, self._publisher = config, slot, publisher
-        # Without weights, which are published.
+        # The folder has no weights: they are published.
         self._files = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
         self._start()
 
@@ -101,7 +101,7 @@ class RayTransport:
         self.progress, self.turns, self._report = 0, list[EndedTurn](), None
 
     def wait_until_started(self) -> None:
-        """Waits for the engine; all actors of a run start concurrently and are waited for one by one.
+        """Waits until the engine has started. All actors of a run start concurrently.
 
         Raises `EngineDeadError` if the actor was lost, or did not start within `ray.start_timeout` seconds.
         """
@@ -131,7 +131,7 @@ class RayTransport:
     def wait(self, seconds: float) -> CallResult | None:
         import ray
 
-        # A report of the call before may be under way: what it brings must not be lost.
+        # Reuse an unfinished report of the previous call, so that its progress and turns are not lost.
         self._report = self._report or self._host.report.remote()
         ready, _ = ray.wait([self._answer, self._report], num_returns=1, timeout=seconds)
         with self._convert_loss():
@@ -206,8 +206,8 @@ class StoredWeights(NamedTuple):
 class WeightPublisher:
     """Puts weights into the object store, once for all engines that load the same update.
 
-    Matrices are stored in `dtype`, to which the engine would round them on arrival. Other tensors (norms, biases,
-    buffers) are small and engines may keep them in full precision, so they are not converted.
+    Matrices are stored in `dtype`, the dtype to which the engine would round them on arrival. Other tensors (norms,
+    biases, buffers) are not converted: they are small, and engines may keep them in full precision.
     """
 
     def __init__(self, dtype: torch.dtype, limit: int) -> None:
@@ -274,7 +274,7 @@ def unpack_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
 
 
 def fetch_weights(stored: StoredWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of an update, from one object after the other."""
+    """Yields the named weights of an update, object by object."""
     import ray
 
     return unpack_shards(ray.get(reference) for reference in stored.references)

@@ -1,9 +1,9 @@
-"""Inference engines behind one protocol (`types.Engine`): in this process, in another one, vLLM, and servers.
+"""Inference engines behind one protocol (`types.Engine`).
 
-- `factory`: the engines of a run, from its recipe.
-- `embedded`: batched sampling with the trainer's own model; `vllm`: with vLLM; `server`: on running servers.
-- `remote`: an embedded or vLLM engine in another process, behind a transport.
+- `factory`: builds the engines of a run from its recipe.
+- `embedded`: samples with the trainer's own model; `vllm`: with vLLM; `server`: on running inference servers.
+- `remote`: runs an embedded or vLLM engine in another process, behind a transport.
 
-What all of them share: `request` checks what they are asked for, `decoding_rows` holds responses while they are
-sampled and joins the results of turns, `stopping` says where one ends, `weight_transfer` checks and shares new weights.
+All engines share these modules: `request` validates requests, `decoding_rows` holds responses during sampling and
+applies the results of turns, `stopping` detects the end of a response, `weight_transfer` checks and shares new weights.
 """

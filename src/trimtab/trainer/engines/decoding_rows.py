@@ -1,4 +1,4 @@
-"""The rows of a decoding batch: prefixes, tokens sampled so far, and how responses and their turns end."""
+"""Rows of a decoding batch: responses during decoding (`DecodingRow`), and the results of turns (`TurnExchange`)."""
 
 from __future__ import annotations
 
@@ -27,41 +27,37 @@ from trimtab.types import (
 
 TopRow = tuple[NDArray[np.int64], NDArray[np.float32]]
 
-# A result joins the batch this many decoding steps after its turn ended, not as soon as it is known: which rows are
-# decoded together then does not depend on the clock, and a run repeats bit for bit.
+# The result of a turn is applied this many decoding steps after the turn ended, not as soon as it is known. The rows
+# that are decoded together then do not depend on the clock, and a run repeats bit for bit.
 DELAY = 8
-# Seconds that decoding waits for results that are due. A later one joins when it is known; roundings may then differ
-# between two runs.
+# Seconds that decoding waits for results that are due. A result that comes later is applied once it is known; rounding
+# may then differ between two runs.
 MAX_WAIT = 1.0
-POLL_INTERVAL = 0.05  # seconds between two checks of the abort signal, or of a result that is not known
+POLL_INTERVAL = 0.05  # seconds between two checks of the abort signal, or for the result of a turn
 
 
 @dataclass(slots=True, eq=False)
 class DecodingRow:
-    """One response during decoding; `ids`, `logp`, `entropy`, `kept` and `sampled` begin with those of `prefix`.
+    """One response during decoding. Its lists with one item per token begin with the tokens of `prefix`."""
 
-    `routes` holds the routed experts of prompt and response, where they are recorded, from the first step on. In a
-    multi-turn response, `turn_start` is the length before its last turn, and `observation` has the tokens that an
-    engine without a separate prefill appends one by one, in place of sampled ones.
-    """
-
-    prompt: int
-    sample: int
+    prompt: int  # index in the call
+    sample: int  # index among the responses to the prompt
     uniform_draws: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # one for each token
     prefix: Completion | None = None
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
-    kept: list[NDArray[np.int64]] = field(default_factory=list)
+    kept: list[NDArray[np.int64]] = field(default_factory=list)  # sampling mask of each token; empty if not truncated
     top: list[TopRow] = field(default_factory=list)  # ids and log-probs of the most probable ids of each token
-    routes: list[NDArray[np.int16]] = field(default_factory=list)  # each (tokens, layers, k), to be concatenated
+    # Routed experts of prompt and response, if recorded: parts (tokens, layers, k), filled from the first step on.
+    routes: list[NDArray[np.int16]] = field(default_factory=list)
     finish: FinishReason = "length"
     complete: bool = False  # nothing is left to sample
-    sampled: list[bool] = field(default_factory=list)
-    turn_start: int = 0
-    observation: deque[int] = field(default_factory=deque)
-    waiting: bool = False  # for the result of its last turn
-    due: int = 0  # the decoding step at which that result joins
+    sampled: list[bool] = field(default_factory=list)  # False for the tokens of observations
+    turn_start: int = 0  # length of the response before its last turn
+    observation: deque[int] = field(default_factory=deque)  # its tokens that are not appended yet
+    waiting: bool = False  # for the result of the last turn
+    due: int = 0  # the decoding step at which that result is applied
 
     @property
     def prefix_length(self) -> int:
@@ -76,14 +72,14 @@ class DecodingRow:
         return self.ids[self.turn_start :] if self.turn_start else self.ids
 
     def room(self, max_tokens: int, max_turn_tokens: int | None) -> int:
-        """Returns how many tokens may follow, in the response and in its last turn."""
+        """Returns how many more tokens fit into both the response and its last turn."""
         room = max_tokens - len(self.ids)
         return room if max_turn_tokens is None else min(room, max_turn_tokens - (len(self.ids) - self.turn_start))
 
     def completion(self, version: int, stop: StopChecker) -> Completion:
-        """Returns the whole response; tokens after the prefix carry `version`.
+        """Returns the whole response. Tokens sampled after the prefix have the policy version `version`.
 
-        Without entropies of the prefix there are none of the whole.
+        If the prefix has no entropies, the response has none.
         """
         old = () if self.prefix is None else self.prefix.policy_version
         sampled = np.array(self.sampled, dtype=np.bool_)
@@ -108,7 +104,7 @@ class DecodingRow:
     def append(
         self, token: int, logp: float, entropy: float, kept: NDArray[np.int64] | None, top: TopRow | None = None
     ) -> None:
-        """Appends a sampled token, or the next one of the observation in its place."""
+        """Appends a sampled token. If an observation is being appended, appends its next token instead."""
         observed = bool(self.observation)
         if observed:
             token, logp, entropy = self.observation.popleft(), math.nan, math.nan
@@ -132,7 +128,7 @@ class DecodingRow:
             self.append(0, math.nan, math.nan, np.empty(0, np.int64) if truncated else None, top)
 
     def drop_partial_observation(self) -> None:
-        """Removes the tokens of an observation that is not appended completely; its turn is then handled again."""
+        """Removes an observation that was appended only in part; a later call handles its turn again."""
         if not self.observation:
             return
         while not self.sampled[-1]:
@@ -142,7 +138,7 @@ class DecodingRow:
         self.observation.clear()
 
     def submit_turn(self, handler: TurnHandler | None, version: int, stop: StopChecker) -> None:
-        """Completes the response at a stop, or has the handler of its turns decide what follows."""
+        """Ends the turn at a stop: submits it to the handler, or completes the response if there is no handler."""
         finish = "stop" if handler is None else handler.submit(self.prompt, self.sample, self.completion(version, stop))
         if finish is None:
             self.waiting = True
@@ -150,9 +146,9 @@ class DecodingRow:
             self.finish, self.complete = finish, True
 
     def end_turn(self, result: TurnResult, max_tokens: int) -> None:
-        """Applies what follows the last turn: the row has an observation to append, or is complete.
+        """Applies the result of the last turn: the response is complete, or has an observation to append.
 
-        Raises `ValueError` if the observation is empty, or leaves no token of `max_tokens` to sample.
+        Raises `ValueError` if the observation is empty, or leaves no room for a sampled token within `max_tokens`.
         """
         self.waiting = False
         if result.finish_reason is not None:
@@ -184,7 +180,7 @@ def build_rows(
         if len(prefix.response_ids) == 0:
             continue
         row.prefix, whole = prefix, len(prefix.response_ids) == sampling.max_tokens
-        # As an aborted call returns responses that had already ended.
+        # An aborted call also returns responses that had already ended.
         row.complete = prefix.finish_reason != "abort" if multi_turn else prefix.finish_reason == "stop" or whole
         row.finish = "stop" if row.complete and prefix.finish_reason == "stop" else "length"
         row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
@@ -200,7 +196,7 @@ def build_rows(
 def grouped_completions(
     rows: Sequence[DecodingRow], samples: int, version: int, stop: StopChecker, *, entropies: bool = True
 ) -> list[list[Completion]]:
-    """Returns the responses of each prompt. Rows that are not complete were aborted; they keep their tokens so far."""
+    """Returns the responses to each prompt. Incomplete rows were aborted; they keep their tokens so far."""
     for row in rows:
         if not row.complete:
             row.finish = "abort"
@@ -211,9 +207,10 @@ def grouped_completions(
 
 
 class TurnExchange:
-    """Ends the responses of one call, and their turns. Call `join` once for each decoding step.
+    """Detects the ends of responses and turns in one call, and applies the results of turns.
 
-    `handler` decides what follows a turn; None: a stop ends the response. `abort` ends every wait.
+    Call `join` once for each decoding step. `handler` decides what follows a turn; if it is None, a stop ends the
+    response. `abort` ends every wait.
     """
 
     def __init__(
@@ -228,16 +225,16 @@ class TurnExchange:
         self._abort, self._stop, self._version, self._sampling = abort, stop, version, sampling
         self._max_turn_tokens = None if handler is None else handler.max_turn_tokens
         self._step = 0
-        self._waiting: list[DecodingRow] = []  # by step
+        self._waiting: list[DecodingRow] = []  # in the order in which their turns ended
 
     @property
     def aborted(self) -> bool:
         return self._abort is not None and self._abort.is_set()
 
     def resume(self, rows: Sequence[DecodingRow]) -> None:
-        """Completes turns that had ended when an earlier call was aborted, and appends their observations.
+        """Submits turns that had ended when an earlier call was aborted, and applies their results.
 
-        Rows whose result does not come because of another abort keep their finish reason, and are `waiting`.
+        If this call is aborted too, rows without a result stay `waiting` and keep their finish reason.
         """
         if self.handler is None:
             return
@@ -249,7 +246,7 @@ class TurnExchange:
                 row.append_observation(truncated=self._sampling.truncated)
 
     def detect_ends(self, rows: Sequence[DecodingRow]) -> None:
-        """Completes the rows whose last token ends them, and submits the turns that it ends."""
+        """Ends the turn of each row whose last token is a stop, and completes rows without room for another token."""
         rows = [row for row in rows if row.sampled[-1]]  # a stop in an observation ends nothing
         for row, ended in zip(rows, self._stop.ended([row.turn_ids for row in rows]), strict=True):
             if ended:
@@ -264,11 +261,11 @@ class TurnExchange:
             self._waiting.append(row)
 
     def join(self, *, idle: bool) -> list[DecodingRow]:
-        """Applies the results that join now, in the order in which their turns ended; returns the rows that go on.
+        """Applies the results of turns that are due, in the order in which the turns ended; returns rows that go on.
 
         Args:
-            idle: no row is being decoded. Steps up to the next result that continues a row are skipped, and the list is
-                empty only if the call was aborted or nothing is outstanding.
+            idle: whether no row is being decoded. If so, skips all steps before the next result that continues a row;
+                returns an empty list only if the call was aborted or no result is outstanding.
         """
         while True:
             joined = self._join(idle=idle)
@@ -291,7 +288,7 @@ class TurnExchange:
         return joined
 
     def _poll(self, row: DecodingRow, deadline: float | None) -> bool:
-        """Applies the result of a turn if it is known before `deadline` (None: now); returns whether it is."""
+        """Applies the result of a turn if it is known before `deadline` (None: do not wait); returns whether it is."""
         assert self.handler is not None
         while True:
             wait = 0.0 if deadline is None else max(0.0, min(POLL_INTERVAL, deadline - time.monotonic()))

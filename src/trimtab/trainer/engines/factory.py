@@ -29,13 +29,13 @@ def build_engines(
 ) -> list[Engine]:
     """Returns the engines of a run. Each needs published weights before it generates.
 
-    Worker processes start at once and load while the caller continues; the thread count of this process is reduced to
-    its share.
+    Worker processes start at once and load while the caller continues; the number of threads of this process is reduced
+    to its share.
 
     Args:
         loaded: the model that is trained.
         folder: its config, generation config and tokenizer; weights are not read.
-        notify: called with a line of text while servers are waited for.
+        notify: called with a line of text while this process waits for servers.
     """
     if config.engine.type == "server":
         from trimtab.trainer.engines.server.server_engine import ServerEngine
@@ -52,8 +52,8 @@ def build_engine(config: Config, folder: Path, loaded: LoadedModel | None = None
 
     Args:
         folder: config, generation config and tokenizer of the model.
-        loaded: the model that is trained; None where it is in another process: the weights of the engine are then
-            arbitrary until some are published.
+        loaded: the model that is trained, or None if it is in another process. With None, the weights of the engine
+            are arbitrary until the first update.
     """
     if config.engine.type == "vllm":
         from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
@@ -70,7 +70,7 @@ def _without_weights(config: Config, folder: Path) -> LoadedModel:
         shape = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # Float32 whatever the engine's dtype: the engine casts the parameters itself and must get unrounded buffers.
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, trust_remote_code=False)
-        # It names the end-of-sequence ids.
+        # The generation config names the end-of-sequence ids.
         model.generation_config = generation_config(folder) or model.generation_config
         tokenizer = _tokenizer(folder)
     use_fast_linear(model.base_model)
@@ -99,9 +99,9 @@ def _workers(config: Config, folder: Path, count: int) -> list[Engine]:
 def split_threads(cores: int, workers: int, *, is_async: bool) -> tuple[int, int]:
     """Returns the number of threads of this process and of each worker.
 
-    Shares are equal, and the remainder goes to this process. `is_async`: this process computes at the same time as the
-    workers. More threads than cores slow all of them down: two processes of two threads on two cores reach a tenth of
-    the throughput of one thread each.
+    If `is_async`, this process computes while the workers do: all get equal shares, and this process the remainder.
+    Otherwise the workers share all cores. More threads than cores slow all processes down: on two cores, two processes
+    with two threads each reach a tenth of the throughput of two processes with one thread each.
     """
     if not is_async:
         return cores, max(1, cores // workers)
@@ -110,9 +110,9 @@ def split_threads(cores: int, workers: int, *, is_async: bool) -> tuple[int, int
 
 
 def split_devices(visible: Sequence[str], ranks: int, workers: int, each: int) -> list[str | None]:
-    """Returns CUDA_VISIBLE_DEVICES of each worker: the GPUs after those of the trainer's ranks.
+    """Returns CUDA_VISIBLE_DEVICES for each worker: the GPUs that follow the GPUs of the trainer's ranks.
 
-    A single GPU is shared by all; then, and without a GPU, every entry is None.
+    Every entry is None if there is no GPU, or a single GPU, which all processes share.
     """
     gpus = [name for name in visible if name]
     if len(gpus) <= 1:

@@ -14,13 +14,13 @@ from trimtab.types import Completion, Prompt, SamplingParams
 NO_WEIGHTS = "the engine has no weights yet: call update_weights first"
 Prefixes = Sequence[Sequence[Completion]]  # by prompt and sample
 
-# vLLM's range. It silently raises lower temperatures to the minimum, and so samples another distribution than
-# requested; it refuses temperatures above the maximum.
+# Temperatures at which vLLM samples. It silently raises lower temperatures to the minimum, which changes the
+# distribution, and refuses temperatures above the maximum.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 
 def request_seed(seed: int, *key: int) -> int:
-    """Returns the seed, of 63 bits, of the request with this key in a call."""
+    """Returns the 63-bit seed of one request, from the seed of the call and the request's key."""
     return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -37,7 +37,7 @@ def validate_request(
 
     Args:
         vocabulary: the number of token ids of the model.
-        context: the largest number of positions of the model; None where it has no limit.
+        context: the largest number of positions of the model; None for no limit.
     """
     if samples < 1 or sampling.max_tokens < 1:
         raise TrimtabError(f"samples = {samples}, max_tokens = {sampling.max_tokens}: both must be at least 1")
@@ -65,7 +65,7 @@ def validate_request(
 
 
 def validate_vllm_temperature(sampling: SamplingParams) -> None:
-    """Raises `TrimtabError` for a temperature at which vLLM, in this process or on a server, would not sample."""
+    """Raises `TrimtabError` if vLLM (in this process or on a server) does not sample at exactly this temperature."""
     if 0 < sampling.temperature < MIN_TEMPERATURE or sampling.temperature > MAX_TEMPERATURE:
         raise TrimtabError(
             f"temperature = {sampling.temperature}: vLLM samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, or greedily"
@@ -121,7 +121,7 @@ def validate_tokens(
     *,
     multi_turn: bool = False,
 ) -> None:
-    """Validates that prefixes hold ids of the vocabulary only, and no stop unless they are finished or multi-turn."""
+    """Raises `TrimtabError` for ids outside the vocabulary, and for a stop in an unfinished single-turn prefix."""
     if prefixes is None:
         return
     for name, _, prefix in _distinct_prefixes(prefixes, prompts):
@@ -140,7 +140,7 @@ def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], router
 
 
 def _distinct_prefixes(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
-    """Yields each prefix object that is not empty once, as (name for error messages, prompt, prefix)."""
+    """Yields each non-empty prefix object once, as (name for error messages, prompt, prefix)."""
     seen: set[int] = set()
     for prompt, group in zip(prompts, prefixes, strict=True):
         for sample, prefix in enumerate(group):

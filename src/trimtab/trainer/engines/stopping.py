@@ -22,8 +22,8 @@ class StopChecker:
         self._tokenizer = tokenizer
         self._ids = frozenset() if sampling.ignore_stop else frozenset(eos_ids) | frozenset(sampling.stop_ids)
         self._strings = () if sampling.ignore_stop else tuple(text for text in sampling.stop if text)
-        # In tokens. Every token carries at least one byte, except special tokens and a leading space that a decoder
-        # may drop; hence the margin.
+        # Number of last tokens that are searched for a stop string: one per byte of the string, because a token has at
+        # least one byte. The margin is for special tokens and for a leading space, which a decoder may drop.
         self._window = max((len(text.encode()) for text in self._strings), default=0) + 4
         self._may_complete: dict[int, bool] = {}
 
@@ -38,7 +38,7 @@ class StopChecker:
         ]
 
     def end(self, ids: Sequence[int], start: int = 0) -> int | None:
-        """Returns the length of the response up to the first token, from `start` on, that completes it, or None."""
+        """Returns the length of the response that ends with the first completing token from `start` on, or None."""
         for last in range(start, len(ids)):
             if self.ended([ids[max(0, last + 1 - self._window) : last + 1]])[0]:
                 return last + 1
@@ -47,7 +47,7 @@ class StopChecker:
     def _may_complete_stop(self, token: int) -> bool:
         """Returns whether a stop string can end in this token.
 
-        The answer is cached for each token id and saves decoding most responses.
+        Answers are cached by token id. Most responses then need no decoding.
         """
         possible = self._may_complete.get(token)
         if possible is None:
@@ -82,5 +82,5 @@ def eos_ids(tokenizer: Any, config: Any, generation_config: Any = None) -> froze
 
 
 def generation_config(folder: Path | str) -> GenerationConfig | None:
-    """Returns the generation config in a model folder, which may have none."""
+    """Returns the generation config of a model folder, or None if the folder has none."""
     return GenerationConfig.from_pretrained(folder) if Path(folder, "generation_config.json").is_file() else None

@@ -1,12 +1,12 @@
-"""Weights on their way to an engine: checked against its model, then shared as an unnamed file or as a folder.
+"""Weight updates of engines: checks against the engine's model, and transfer as an unnamed file or as a folder.
 
 Inference engines accept any set of weights: unknown names are skipped and missing names keep their old values, both
 without an error. Therefore `WeightManifest` checks an update completely before any weight is handed over.
 
-`SharedWeights` are for processes of this machine. Their file has no name: it is in memory (`memfd`) or, on systems
-without memfd, an already deleted temporary file. Its descriptor is sent to the other processes. The system frees it
-when the last descriptor is closed, so a crash leaves no file behind, and the size limit of /dev/shm (64 MB in a
-container) does not apply. A `WeightFolder` is for servers: one safetensors file in a folder that they see.
+`SharedWeights` is for processes of this machine. Its file has no name: it is in memory (`memfd`) or, on systems without
+memfd, a deleted temporary file. The file descriptor is sent to the other processes. The system frees the file when the
+last descriptor is closed, so a crash leaves no file behind, and the size limit of /dev/shm (64 MB in a container) does
+not apply. `WeightFolder` is for servers: one safetensors file in a folder that the servers see.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIGN = 64  # bytes: a cache line, and more than any dtype requires
 # (name, dtype without "torch.", shape, first byte)
 Entry = Sequence[Any]
 
-SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096  # weights, and values of each, that show whether an update arrived
+SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096  # numbers of weights, and of values of each, whose checksums are compared
 MEMORY = Path("/dev/shm")
 PREFIX = "trimtab-weights-"
 FILE = "model.safetensors"
@@ -73,7 +73,7 @@ class WeightManifest:
             return cls.of(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the weights by their first names, each tied tensor once.
+        """Validates an update; returns the weights by their first names, each tied tensor once.
 
         Raises `TrimtabError` if a name is missing, unknown or repeated, a shape differs, values are not finite, or two
         names of one tied weight carry different values.
@@ -104,13 +104,13 @@ class WeightManifest:
         if tensor.shape != self.shapes[name]:
             shapes = f"{tuple(tensor.shape)}, the engine's is {tuple(self.shapes[name])}"
             raise TrimtabError(f"weight {name!r} has shape {shapes}; publish merged weights of the same model")
-        # A sum is one cheap pass, and finite unless values are not or it overflows; then every value is checked.
+        # The sum takes one cheap pass. If it is not finite (a bad value, or an overflow), every value is checked.
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             raise TrimtabError(f"weight {name!r} has non-finite values; the engine keeps the weights it has")
 
 
 def checksum(weight: Tensor, dtype: torch.dtype) -> int:
-    """Returns the CRC-32 of at most `SUMMED_VALUES` values of a weight, evenly spaced, in `dtype`."""
+    """Returns the CRC-32 of at most `SUMMED_VALUES` evenly spaced values of a weight, cast to `dtype`."""
     flat = weight.detach().reshape(-1)
     values = flat[:: max(1, -(-len(flat) // SUMMED_VALUES))].to("cpu", dtype).contiguous()
     return crc32(values.view(torch.uint8).numpy().data)
@@ -119,9 +119,8 @@ def checksum(weight: Tensor, dtype: torch.dtype) -> int:
 class SharedWeights:
     """Named weights in an unnamed file; each iteration yields all (name, tensor) pairs.
 
-    The tensors are views of a private mapping on the CPU: writing to them does not change the file, and they stay valid
-    after `close`, which is called when the object is garbage collected. One object may be published to several
-    engines.
+    The tensors are views of a private mapping on the CPU. Writing to them does not change the file, and they stay valid
+    after `close`, which garbage collection also calls. One object may be published to several engines.
     """
 
     def __init__(self, descriptor: int, entries: Sequence[Entry]) -> None:
@@ -156,7 +155,7 @@ def share(weights: Iterable[tuple[str, Any]]) -> SharedWeights:
 
 
 def with_first_names(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
-    """Yields each weight with the name under which the same tensor came first: its own, unless it is tied."""
+    """Yields (name, weight, first name). The first name is the one under which the same tensor came first."""
     known: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], str]] = {}
     for name, weight in weights:
         key = (weight.device, weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
@@ -168,7 +167,7 @@ def with_first_names(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
 
 
 def require_all_loaded(missing: Iterable[Iterable[str]], engine: str) -> None:
-    """Raises `TrimtabError` if a worker of vLLM kept a parameter; `missing` are their names for each worker."""
+    """Raises `TrimtabError` if a vLLM worker did not load a parameter. missing: names of such parameters, by worker."""
     if names := sorted({name for worker in missing for name in worker}):
         raise TrimtabError(
             f"{engine} did not take over weight {names[0]!r} ({len(names)} in all): vLLM's model is not transformers'; "
@@ -202,8 +201,8 @@ def _write_tensor(descriptor: int, tensor: Tensor, start: int) -> int:
 class WeightFolder:
     """The last published weights in a folder. They stay until the next update: a server that restarts needs them again.
 
-    The folder name contains machine and process id, so that the next engine on this machine removes the folders of a
-    killed one. `dtype` is the servers' dtype; weights are cast to it before they are written.
+    The folder name contains machine and process id, so that the next engine on this machine can remove the folders of a
+    killed process. `dtype` is the servers' dtype; weights are cast to it before they are written.
     """
 
     def __init__(self, folder: str | None, dtype: torch.dtype) -> None:
@@ -221,7 +220,7 @@ class WeightFolder:
         _remove_leftovers(root)
 
     def write(self, tensors: Mapping[str, Tensor], version: int) -> tuple[Path, str]:
-        """Writes these weights to a new folder; returns the complete folder and a label that is unique to them."""
+        """Writes these weights to a new folder; returns the folder and a unique label of the weights."""
         self._count += 1
         folder = self._base / str(self._count)
         temporary = folder.with_name(f".{folder.name}")
@@ -232,7 +231,7 @@ class WeightFolder:
                 for name, tensor in tensors.items()
             }
             save_file(cast, temporary / FILE)
-            # safetensors creates it with mode 0600; the servers may run as another user.
+            # safetensors creates the file with mode 0600; the servers may run as another user.
             (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
             for path in (temporary / FILE, temporary):
                 sync(path)
@@ -264,7 +263,7 @@ class WeightFolder:
 def entries(folder: Path) -> tuple[Path, list[Entry]]:
     """Returns the file in a published folder and the entries of its weights (`SharedWeights`).
 
-    Raises `TrimtabError` for a weight of another type than those of torch's floats, whole numbers and booleans.
+    Raises `TrimtabError` if the dtype of a weight is not in `_DTYPES`.
     """
     path = folder / FILE
     with path.open("rb") as file:
@@ -287,7 +286,7 @@ def _remove(home: Path, owner: int) -> None:
 def _machine_prefix() -> str:
     """Returns the name prefix of this machine's folders.
 
-    It contains the process-id namespace, because containers may share host name and folder, but not process ids.
+    The prefix contains the process-id namespace: containers may share host name and folder, but not process ids.
     """
     space = Path("/proc/self/ns/pid")
     return f"{PREFIX}{socket.gethostname()}-{space.stat().st_ino if space.exists() else 0}-"

@@ -66,7 +66,7 @@ class AsyncSource(BufferedSource):
             for thread in (*(thread.thread for thread in self._threads), self._scoring):
                 thread.start()
         with state.buffer.changed:
-            self._raise_error()  # there may be no wait below: other engines may have the batch ready
+            self._raise_error()  # if the batch is ready, the call below does not wait and so raises nothing
             state.buffer.schedule.wait(version, batches_left)
             state.buffer.changed.notify_all()  # groups that the trainer waits for may be admitted now
             self._drop_stale()
@@ -88,9 +88,9 @@ class AsyncSource(BufferedSource):
     def evaluate_with(
         self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
     ) -> Result:
-        """Engine threads pause; their requests are finished first, or aborted with `in_flight = "continue"`.
+        """Pauses the engine threads first: requests are finished, or aborted with `in_flight = "continue"`.
 
-        An engine that is lost is started again; after `MAX_RESTARTS` losses the next one takes its place.
+        A lost engine is started again; after `MAX_RESTARTS` losses the next engine takes its place.
         """
         with self._pause_engines(abort=self._state.in_flight == "continue"), ExitStack() as stack:
             shared, living = None, [thread for thread in self._threads if not thread.is_lost]
@@ -132,7 +132,7 @@ class AsyncSource(BufferedSource):
             self._abort()
             state.buffer.changed.notify_all()
         threads = [*(thread.thread for thread in self._threads), self._scoring] if self._started else []
-        # A thread closes the environments of its request, after a call in progress.
+        # A thread finishes an environment call in progress, then closes the environments of its request.
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT + self.collector.responses.seconds_to_end
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -146,8 +146,8 @@ class AsyncSource(BufferedSource):
     def _drop_stale(self) -> None:
         """Drops groups that are too old for every later batch, and aborts their generation.
 
-        This happens only after a batch of groups without signal: it advances the version without consuming groups that
-        were generated ahead.
+        This happens only after a batch of groups without signal: such a batch advances the version without consuming
+        groups that were generated ahead.
         """
         state = self._state
         if not self.collector.config.trainer.dynamic_sampling:
@@ -193,7 +193,7 @@ class AsyncSource(BufferedSource):
         return all(thread.idle for thread in self._threads) and not state.unscored and not state.scoring
 
     def _score_all(self) -> None:
-        """The scoring thread: scores responses, oldest groups first, and puts usable groups into the buffer."""
+        """Runs the scoring thread: scores responses, oldest groups first, and puts usable groups into the buffer."""
         try:
             while (generated := self._next_unscored()) is not None:
                 self._score(generated)

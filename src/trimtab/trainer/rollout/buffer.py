@@ -22,10 +22,10 @@ class Buffer:
     Thread-safe. `changed` is the lock; it is notified whenever a waiting thread may be able to continue.
 
     Args:
-        relative_to_group: whether the advantage compares the responses to one prompt, so that a group whose first
-            rewards (by convention correctness) are equal has no signal.
-        single_behavior: whether the buffer is emptied when the engines get new weights, so that only responses of
-            these are consumed from then on (OAPL, Algorithm 1).
+        relative_to_group: whether the advantage compares the responses to one prompt. If so, a group has no signal if
+            its first rewards (by convention correctness) are equal.
+        single_behavior: whether the buffer is emptied when the engines get new weights, so that afterwards only
+            responses sampled with the new weights are consumed (OAPL, Algorithm 1).
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Buffer:
         self._stats = RolloutStats()
 
     def _max_lag(self, halvings: int) -> float:
-        """The largest age of a consumed token, in updates, after so many halvings of `max_lag` and `sync_every`."""
+        """Returns the largest age of a consumed token, in updates, after `halvings` halvings (see `halve_lag`)."""
         trainer, max_lag = self._trainer, math.inf
         if trainer.max_lag is not None:
             max_lag = max(min(trainer.max_lag, 1), trainer.max_lag >> halvings)
@@ -54,7 +54,7 @@ class Buffer:
         return max_lag
 
     def halve_lag(self, halvings: int) -> None:
-        """Bounds the age of tokens by what `max_lag` and `sync_every` are after so many halvings."""
+        """Bounds the age of tokens by `max_lag` and `sync_every`, each halved `halvings` times."""
         with self.changed:
             self.schedule.max_lag = self._max_lag(halvings)
 
@@ -79,7 +79,7 @@ class Buffer:
             self.changed.notify_all()
 
     def repeat(self, request: GroupRange) -> None:
-        """Has the groups generated again, because their engine was lost."""
+        """Schedules the groups to be generated again, because their engine was lost."""
         with self.changed:
             self.schedule.repeat(request)
             self.changed.notify_all()
@@ -90,7 +90,7 @@ class Buffer:
             self._stats.add(stats)
 
     def is_live(self, request: GroupRange) -> bool:
-        """Whether any group of a running request is still live."""
+        """Returns whether any group of a running request is still live."""
         with self.changed:
             return any(self.schedule.contains(number) for number in request.numbers)
 
@@ -127,7 +127,7 @@ class Buffer:
             return groups, stats
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """State for a checkpoint, as JSON and files: whole ready groups, and the numbers of all others."""
+        """Returns the state for a checkpoint, as JSON and files: ready groups whole, other groups as numbers."""
         with self.changed:
             state: dict[str, Any] = {**self.schedule.state(), "stale": self._stats.stale}
             rows = [trajectory for number in state["ready"] for trajectory in self._groups[number]]

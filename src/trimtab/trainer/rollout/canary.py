@@ -5,8 +5,8 @@ under earlier weights, an update that was skipped. Training on such samples degr
 trainer computes the next-token distribution at fixed contexts, the engine samples one token at each, and the two
 log-probs of that token are compared.
 
-Half of the contexts are the same at every check, so that a stale prefix cache is used for them; the other half begin
-with the digits of the version, which no cache contains. Which half differs shows the cause.
+Half of the contexts are the same at every check, so that a stale prefix cache would be used for them. The other half
+begin with the digits of the version, so that no cache contains them. The half that differs shows the cause.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ CONTEXT_TOKENS = 129
 SEED = 20_260_101
 # Largest mean |difference| of a new engine; beyond it the engine has another model. 8-bit engines stay below 0.3.
 MAX_INITIAL_DIFFERENCE = 0.5
-# Differences below this are accepted, even if the new engine was more exact.
+# Mean differences below this are accepted, even if the new engine was more exact.
 MIN_BOUND = 1e-3
-MARGIN = 3.0
-# Share of the new engine's difference: after a larger change of the policy, log-probs cannot round to the same bits.
+MARGIN = 3.0  # default bound, in units of the new engine's mean difference
+# In units of the new engine's mean difference: if the policy changed by more, equal bits mean a skipped update.
 UNCHANGED_SHARE = 0.5
 VERSION_TOKENS = 6
-# Bounds for an engine that followed only a part of the policy's change since the first check: the share of the change
-# that is missing, and the projection of the differences onto the change, in units of the new engine's mean difference
-# (single differences are clipped to CLIP units). For a healthy bfloat16 engine the projection has a standard deviation
-# of 3.5 and a largest observed value of 9.5 (docs/vllm.md); for a stale head or cache it grows.
+# A check fails if more than 25% of the policy's change since the first check is missing in the engine's log-probs, and
+# the projection of the differences onto that change exceeds 16 noise units. A noise unit is the new engine's mean
+# difference; single differences are clipped to CLIP units. For a healthy bfloat16 engine the projection has a standard
+# deviation of 3.5 and a largest observed value of 9.5 (docs/vllm.md); for a stale head or cache it grows.
 UNMOVED_SHARE, UNMOVED_SIGMAS, CLIP = 0.25, 16.0, 6.0
 
 CORPUS = """The sum of 27 and 45 is 72. A train leaves at 9:40 and arrives at 13:25, so the journey takes 225 minutes.
@@ -79,13 +79,13 @@ class _EngineSamples:
     logp: FloatArray
 
     def difference(self, expected: CanaryPrediction, among: BoolArray | None = None) -> float:
-        """Mean |log-prob of the engine - log-prob of the trainer| over the contexts where `among` is True."""
+        """Returns the mean |engine's log-prob - trainer's log-prob| over all contexts, or those with `among` True."""
         distance = np.abs(self.logp - expected.logp[np.arange(len(self.ids)), self.ids])
         return float(np.mean(distance if among is None else distance[among]))
 
 
 class _LastCheck(NamedTuple):
-    """The last check of an engine, with log-probs of the trainer."""
+    """The last check of an engine that gave new samples, with the log-probs of the trainer."""
 
     samples: _EngineSamples
     expected: CanaryPrediction  # when the engine first returned these samples
@@ -104,7 +104,7 @@ class Canary:
         """`texts`: token ids (prompts, length); the last `config.tokens` positions of each row are checked."""
         self.noise: float | None = None
         self._difference: float | None = None
-        self._projection: float | None = None  # of the differences on the policy's change, in units of the noise
+        self._projection: float | None = None  # of the differences onto the policy's change, in noise units
         self._texts, self._config, self._temperature = texts, config, temperature
         self._autocast, self._tied = autocast, tied
         self._published, self._version = 0, -1  # number of publications, and the version of the last one
@@ -190,7 +190,7 @@ class Canary:
         return {name: value for name, value in values.items() if value is not None}
 
     def state(self) -> list[float | None]:
-        """Returns what a checkpoint keeps: all but what the engines sampled, which a resumed run starts again."""
+        """Returns the state for a checkpoint, without the engines' samples: a resumed run compares with new ones."""
         return [self.noise, self._published, self._version, self._difference, self._projection]
 
     def load_state(self, saved: Sequence[Any]) -> None:
@@ -219,7 +219,7 @@ class Canary:
         return _EngineSamples(np.array([completion.response_ids[0] for completion in completions]), logp)
 
     def _check_changed(self, samples: _EngineSamples, expected: CanaryPrediction, last: _LastCheck | None) -> None:
-        """Raises `TrimtabError` if the log-probs have the same bits as before, although the policy changed."""
+        """Raises `TrimtabError` if the engine's log-probs kept the same bits although the policy changed."""
         if last is None or self.noise is None or not _equal(last.samples, samples, expected.fixed):
             return
         positions, ids = np.flatnonzero(expected.fixed), samples.ids[expected.fixed]
@@ -234,12 +234,12 @@ class Canary:
     def _check_unmoved_part(
         self, samples: _EngineSamples, expected: CanaryPrediction, first: CanaryPrediction, noise: float
     ) -> None:
-        """Raises `TrimtabError` if a part of the weights, or of a cache, has stayed at those of the first check.
+        """Raises `TrimtabError` if a part of the weights, or of a cache, is still that of the first check.
 
         Such a part shifts the engine's log-probs towards those of the first check, at first by less than the bound.
         """
         if noise < MIN_BOUND / MARGIN:
-            return  # with exact numerics the bound detects the same
+            return  # with exact numerics the bound detects this as well
         positions, ids = np.flatnonzero(expected.fixed), samples.ids[expected.fixed]
         current = expected.logp[positions, ids]
         direction = first.logp[positions, ids] - current
@@ -299,10 +299,10 @@ def publish(
     canary: Canary | None,
     expected: CanaryPrediction | None,
 ) -> RolloutStats:
-    """Gives an engine weights, at most twice; returns statistics that say what was wrong the first time.
+    """Gives an engine new weights and checks them; if that fails, repeats it once and reports it in the statistics.
 
-    weights: can be iterated several times. expected: see `Canary.check`; None: the canary does not check this version.
-    Raises `TrimtabError` if they did not arrive the second time either.
+    weights: must allow several iterations. expected: see `Canary.check`; None: the canary does not check this version.
+    Raises `TrimtabError` if the second attempt fails too.
     """
     stats = RolloutStats()
     while True:
@@ -319,7 +319,7 @@ def publish(
 
 
 def _compare_checksums(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-    """Raises `TrimtabError` if an engine says that it has others (`EmbeddedEngine.weight_checksums`)."""
+    """Raises `TrimtabError` if checksums of the engine's weights differ (`EmbeddedEngine.weight_checksums`)."""
     read = getattr(engine, "weight_checksums", None)
     used: dict[str, tuple[torch.dtype, int]] = read() if read else {}
     for name, weight in weights if used else ():

@@ -1,6 +1,6 @@
-"""Scores the responses to a request and makes groups of trajectories of them.
+"""Scores the responses to a request and makes groups of trajectories from them.
 
-Data whose importance ratios would be biased is refused (`check_trajectory`).
+Data that would bias the importance ratios is refused (`check_trajectory`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Group = list[Trajectory]
 
 @dataclass
 class Collector:
-    """Makes groups of the responses of a run. `context`: the tokens of the smallest context; None if none is known."""
+    """Makes scored groups from responses. `context`: length of the smallest context in tokens, or None if unknown."""
 
     config: Config
     responses: Responses
@@ -102,13 +102,13 @@ class Collector:
 
 
 def oldest(group: Group) -> float:
-    """Returns the oldest policy version of the group's sampled tokens; infinite without one, as in demonstrations."""
+    """Returns the oldest policy version of the group's sampled tokens; infinite if it has none (demonstrations)."""
     versions = (t.completion.policy_version[t.completion.sampled] for t in group if not t.off_policy)
     return min((int(tokens.min()) for tokens in versions if len(tokens)), default=math.inf)
 
 
 def has_reward_variance(group: Group) -> bool:
-    """Whether the first reward (by convention correctness) differs within the group; other rewards do not count."""
+    """Returns whether the first reward (by convention correctness) differs within the group."""
     if not group:
         return False
     name = next(iter(group[0].rewards))
@@ -119,10 +119,10 @@ def has_reward_variance(group: Group) -> bool:
 def check_trajectory(trajectory: Trajectory) -> None:
     """Raises `TrimtabError` if the importance ratios of a trajectory would be biased.
 
-    They would be for greedy data; for "raw" log-probs under a processed distribution, where pi/mu is off by the
-    temperature and by the mass that truncation removed; for truncated sampling without sampling masks, where the
-    trainer would normalize over the whole vocabulary and every ratio would be low by the kept mass; and for masks that
-    are not those of the tokens.
+    Greedy data has no sampling probabilities. With "raw" log-probs of a processed distribution, pi/mu is off by the
+    temperature and by the mass that truncation removed. With truncated sampling but without sampling masks, the trainer
+    would normalize over the whole vocabulary, and every ratio would be low by the kept mass. The masks must be those of
+    the tokens.
     """
     sampling, masks = trajectory.sampling, trajectory.completion.sampling_mask
     if sampling.temperature == 0:

@@ -1,7 +1,7 @@
 """Demonstrations (external traces) that join sampled groups (LUFFY, arXiv 2504.14945): gold answers or rows of a file.
 
-A demonstration is encoded as the tokens an engine would have returned for its text, with its ending, so that it differs
-from the sampled members of its group only in having no behavior policy.
+A demonstration is encoded as the tokens that an engine would have returned for its text, including the ending. It
+differs from the sampled members of its group only in having no behavior policy.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, Samplin
 
 @dataclass
 class DemonstratedResponses(Responses):
-    """Demonstrations replace some of the sampled responses to a prompt.
+    """Responses in which demonstrations replace some of the sampled responses to a prompt."""
 
-    `texts` returns those of a problem. `context` is the number of positions of the model, None for no limit.
-    """
-
-    texts: Callable[[Problem], Sequence[str]]
-    context: int | None
+    texts: Callable[[Problem], Sequence[str]]  # returns the demonstrations of a problem
+    context: int | None  # number of positions of the model; None for no limit
 
     @classmethod
     def load(
@@ -39,7 +36,7 @@ class DemonstratedResponses(Responses):
     ) -> DemonstratedResponses:
         """Loads `demonstrations.path`: the task's gold answers, or the rows (prompt, response) of a file.
 
-        A row's prompt is the id of a problem or its question; several rows may share one.
+        A row's prompt is the id of a problem or its question; several rows may have the same prompt.
         """
         assert config.demonstrations is not None
         path, task, tokenizer = config.demonstrations.path, stream.task, stream.tokenizer
@@ -69,7 +66,7 @@ class DemonstratedResponses(Responses):
     def respond(
         self, request: GroupRange, generate: Generate, stats: RolloutStats
     ) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Every group has `trainer.samples` members: a prompt without demonstrations is sampled more often."""
+        """See `Responses`. Groups have `trainer.samples` members: prompts without demonstrations get more samples."""
         assert self.config.demonstrations is not None
         samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
         prompts, problems = self.prompts(request), len(self.stream.task.train)
@@ -90,9 +87,10 @@ class DemonstratedResponses(Responses):
         return prompts, [one[: samples - len(joined)] + joined for one, joined in zip(sampled, traces, strict=True)]
 
     def take(self, prompt: Prompt, count: int, epoch: int, stats: RolloutStats) -> list[Completion]:
-        """Returns up to `count` demonstrations of a prompt that are short enough; counts others, and prompts without.
+        """Returns up to `count` demonstrations of a prompt that are short enough.
 
-        `epoch` selects the first of several. Equal arguments give equal results.
+        Counts demonstrations that are too long, and prompts without any, in `stats`. `epoch` selects the demonstration
+        that comes first. Equal arguments give equal results.
         """
         texts = self.texts(prompt.problem)
         stats.traces_missing += not texts
@@ -137,7 +135,7 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
 
 
 def _endings(tokenizer: Any, sampling: SamplingParams) -> tuple[str, ...]:
-    """Strings that end a response: the stop strings and the text of the end token."""
+    """Returns the strings that end a response: the stop strings and the text of the end token."""
     return (*sampling.stop, *(() if tokenizer.eos_token is None else (tokenizer.eos_token,)))
 
 
@@ -147,7 +145,7 @@ def _end(text: str, endings: Sequence[str]) -> int:
 
 
 def _read(path: Path, endings: Sequence[str]) -> dict[str, list[str]]:
-    """Responses by prompt, in the order of the file."""
+    """Returns the responses to each prompt, in the order of the file."""
     responses: dict[str, list[str]] = {}
     for number, row in read_rows(path):
         location = f"{path}, row {number}"

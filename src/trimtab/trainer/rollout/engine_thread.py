@@ -22,7 +22,7 @@ from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.types import Completion, Engine, Prompt
 
-MAX_RESTARTS = 5  # of an engine in a row, without a finished request, before the thread gives up
+MAX_RESTARTS = 5  # restarts of an engine without a finished request in between, before the thread gives up
 RESTART_BACKOFF = 0.5  # seconds before the second restart in a row; doubles with each further one
 
 
@@ -145,7 +145,7 @@ class EngineThread:
     def _wait_if_paused(self) -> WeightUpdate | None:
         """Waits while paused, then returns weights that are newer than the engine's, if there are any.
 
-        Call it with the lock held. It clears the abort signal: whatever set it is visible here, or sets it again.
+        Call it with the lock held. It clears `interrupt`: its cause is visible in the state by now, or sets it again.
         """
         while self.state.paused and not self.state.closed:
             if not self.idle:
@@ -173,7 +173,7 @@ class EngineThread:
             while True:
                 decoded, prefilled = engine.decoded_tokens, engine.prefilled_tokens
                 completions = engine.generate(*arguments, prefixes=prefixes, abort=self.interrupt, **options)
-                # Of this call alone: the canary samples with the same engine after new weights.
+                # Tokens of this call alone: after a weight update, the canary samples with the same engine.
                 stats.decoded += engine.decoded_tokens - decoded
                 stats.prefilled += engine.prefilled_tokens - prefilled
                 unfinished = sum(completion.finish_reason == "abort" for group in completions for completion in group)
@@ -187,7 +187,7 @@ class EngineThread:
         return GeneratedGroups(request, prompts, completions, stats)
 
     def _resume(self, request: GroupRange) -> bool:
-        """Loads newer weights, if there are any; returns False for a request that was dropped meanwhile."""
+        """Loads newer weights, if there are any; returns False if the request was dropped meanwhile."""
         with self.state.buffer.changed:
             update = self._wait_if_paused()
         if self.dropped or not self.state.buffer.is_live(request):
@@ -220,11 +220,11 @@ class EngineThread:
             return
 
     def _give_up(self, error: EngineDeadError) -> None:
-        """Ends this thread; without any other engine the run fails."""
+        """Ends this thread; if no other engine is left, the run fails."""
         with self.state.buffer.changed:
             self.is_lost = self.idle = True
             self.state.working -= 1
-            if self.state.working == 0:  # with the lock held: who sees that no engine is left sees this error
+            if self.state.working == 0:  # with the lock held: a thread that sees 0 also sees the error
                 self.state.fail(TrimtabError(f"{error}; no engine is left: mend it, then {RESUME}"))
             else:
                 self.state.note(f"engine {self.number} does not come back ({error}); the others go on without it")

@@ -1,8 +1,8 @@
-"""Responses that older policies begin (SOUP, arXiv 2601.21476, 3.2), and the rules that truncate theirs.
+"""Responses with prefixes from an older policy (SOUP, arXiv 2601.21476, 3.2), and the rules that cut the prefixes.
 
-A cycle has `refresh` batches. The first is on-policy. Right after it was sampled the engine still has the weights that
-sampled it. These are the historical policy, from which the prefixes of all other batches of the cycle are sampled. So
-no second copy of weights is needed: a prefix in batch j is j - 1 batches of updates old.
+A cycle has `refresh` batches. The first batch is on-policy. Its policy is the historical policy of the cycle: right
+after the first batch, while the engine still has these weights, the prefixes of all other batches are sampled. So no
+second copy of weights is needed, and a prefix in batch j is j - 1 batches of updates old.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PREFIXES = "prefixes.parquet"
 
 @dataclass
 class PrefixedResponses(Responses):
-    """Responses that continue prefixes of the historical policy, in all batches of a cycle but its first.
+    """Responses that continue prefixes of the historical policy, in all batches of a cycle except the first.
 
-    Under the length rule without `whole` all prefixes of a cycle have the same budget in tokens: ratio x the mean
-    length of responses since the last refill (`observe`). No more than that is sampled. Other rules, and `whole`,
-    sample whole historical responses and truncate them, as in the paper.
+    Under the length rule without `whole`, all prefixes of a cycle have the same budget in tokens: ratio x the mean
+    length of responses since the last refill (`observe`). Only that many tokens are sampled. Other rules, and `whole`,
+    sample whole historical responses and cut them, as in the paper.
     """
 
     cycle: int = 0
@@ -78,7 +78,7 @@ class PrefixedResponses(Responses):
         self._observed_tokens += sum(lengths)
 
     def refill(self, prompts: Sequence[Prompt], generate: Generate) -> int:
-        """Samples the prefixes of the next `batches` batches from the engine's weights; returns how many tokens."""
+        """Samples the prefixes of the next `batches` batches; returns the number of sampled tokens."""
         whole = self._section.whole or self._section.rule == "entropy"
         limit = self.sampling.max_tokens if whole else self._budget()
         seed, count = self.config.seed, self.config.trainer.samples // self._section.share
@@ -104,7 +104,7 @@ class PrefixedResponses(Responses):
         return [prompt for prompt, _ in entries], [[one for one in group for _ in range(share)] for _, group in entries]
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """The waiting prefixes are kept as trajectories without rewards."""
+        """Returns the state for a checkpoint. Waiting prefixes are stored as trajectories without rewards."""
         rows = [
             Trajectory(
                 prompt=prompt,
@@ -127,9 +127,9 @@ class PrefixedResponses(Responses):
         return {"prefixes": meta}, {PREFIXES: trajectories.to_bytes(rows)}
 
     def restore(self, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Raises `TrimtabError` where the prefixes belong to other prompts than the stream has."""
+        """Restores `state()`. Raises `TrimtabError` if the prefixes belong to other prompts than the stream has."""
         saved = meta["prefixes"]
-        # From the stream, as files have only a part of each problem: those after the groups that were drawn.
+        # From the stream, after the groups that were drawn: the files have only a part of each problem.
         prompts = self.stream.at(meta["drawn"], saved["waiting"])
         groups: list[list[Completion]] = [[] for _ in prompts]
         for row in trajectories.from_bytes(files[PREFIXES]):
@@ -152,21 +152,22 @@ class PrefixedResponses(Responses):
 
 
 def cut(config: PrefixConfig, response: Completion, uniform: float) -> Completion:
-    """Returns the prefix of a whole response by the rule of a recipe, with a uniform number in [0, 1)."""
+    """Returns the prefix that the recipe's rule cuts from a whole response; `uniform` is random, in [0, 1)."""
     if config.rule == "length":
         return response.truncated(prefix_tokens(config.ratio, len(response.response_ids)))
     return response.truncated(before_high_entropy(response.entropy, uniform, config.top))
 
 
 def prefix_tokens(ratio: float, length: float) -> int:
-    """floor(ratio * length), with a tolerance for products that are whole except for rounding (0.29 * 100)."""
+    """Returns floor(ratio * length), tolerant of products that are whole except for rounding (0.29 * 100)."""
     return math.floor(ratio * length + 1e-9)
 
 
 def before_high_entropy(entropy: FloatArray | None, uniform: float, top: int) -> int:
-    """Number of tokens before a random one of the `top` positions of highest entropy, which is sampled again.
+    """Returns a random position among the `top` positions of highest entropy: the number of tokens before it.
 
-    Uses all positions if the response has fewer. Ties go to earlier positions.
+    The token at that position is sampled again. Uses all positions if the response has fewer than `top`. Ties go to
+    earlier positions.
     """
     if entropy is None:
         raise TrimtabError('prefix rule "entropy" needs entropies, which this engine does not report; use "length"')

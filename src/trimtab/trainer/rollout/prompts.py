@@ -1,4 +1,4 @@
-"""The prompts of a run: their order, and the length that a context leaves them."""
+"""The prompts of a run: their order, and the smallest context that they must fit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ from trimtab.types import Prompt, SamplingParams, Task
 
 @dataclass
 class PromptStream:
-    """Prompts of the training split, in an order that is a pure function of (seed, position).
-
-    A prompt of more than `max_prompt` tokens is replaced by another. `replaced` has the positions of replaced prompts,
-    `logged` the number of them that metrics have counted.
-    """
+    """Prompts of the training split, in an order that is a pure function of (seed, position)."""
 
     task: Task
     tokenizer: Any
     seed: int
-    max_prompt: int | None = None
-    replaced: set[int] = field(default_factory=set)
-    logged: int = 0
+    max_prompt: int | None = None  # tokens; a longer prompt is replaced by another
+    replaced: set[int] = field(default_factory=set)  # positions of replaced prompts
+    logged: int = 0  # number of replaced prompts that metrics have counted
     _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # tokenizers are not thread-safe
 
@@ -67,7 +63,7 @@ class PromptStream:
         )
 
     def newly_replaced(self) -> int:
-        """Number of prompts that were replaced since the last call. One that is taken again counts once."""
+        """Returns the number of positions replaced since the last call. A position that is read again counts once."""
         total = len(self.replaced)
         new, self.logged = total - self.logged, total
         return new
@@ -76,7 +72,7 @@ class PromptStream:
         return tasks.encode(self.task, self.task.train[index], self.tokenizer)
 
     def fits(self, prompt: Prompt) -> bool:
-        """Whether a prompt is short enough."""
+        """Returns whether a prompt is short enough."""
         return self.max_prompt is None or len(prompt.ids) <= self.max_prompt
 
 

@@ -1,7 +1,7 @@
-"""How the responses to a request are made: `Responses`, which samples each as a whole.
+"""How the responses to a request are obtained. `Responses` samples each response as a whole.
 
-Its subclasses are other ways: `EpisodeResponses` (tools answer between their turns), and in files of their own
-`prefixes.py` (older policies begin them) and `demonstrations.py` (external traces among them). `Collector` knows none.
+Its subclasses are `EpisodeResponses` (tools answer between turns), `PrefixedResponses` in `prefixes.py` (prefixes from
+an older policy) and `DemonstratedResponses` in `demonstrations.py` (external traces). `Collector` knows none.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class RolloutStats:
 
     response_tokens: int = 0  # that the engines sampled
     decoded: int = 0  # tokens that the engines ran, by their own counters
-    prefilled: int = 0
+    prefilled: int = 0  # tokens that the engines prefilled, by their own counters
     traces: int = 0  # demonstrations that joined a group
     traces_dropped: int = 0  # demonstrations that were too long
-    traces_missing: int = 0  # prompts without one
+    traces_missing: int = 0  # prompts without a demonstration
     failed_rewards: int = 0  # responses without a reward, because a reward failed or the environment did
     dropped: int = 0  # responses with a log-prob that is not finite
     stale: int = 0  # responses that became too old for every batch
     groups: int = 0  # groups that were scored
-    no_signal: int = 0  # those whose first rewards are equal
-    refilled: int = 0  # those sampled in their place
+    no_signal: int = 0  # groups whose first rewards are equal
+    refilled: int = 0  # groups sampled in place of groups without signal
     restarts: int = 0  # engines that were started again
     interrupted: int = 0  # responses that new weights interrupted
     episodes: EpisodeCounts = field(default_factory=EpisodeCounts)  # multi-turn responses and their calls
@@ -48,7 +48,7 @@ class RolloutStats:
     seconds_waiting: float = 0.0
 
     def messages(self) -> list[str]:
-        """What went wrong, each message once."""
+        """Returns messages about what went wrong, each once."""
         failed_calls = self.episodes.message()
         return [*dict.fromkeys([*self.republished, *self.errors]), *([] if failed_calls is None else [failed_calls])]
 
@@ -59,7 +59,7 @@ class RolloutStats:
 
 @dataclass
 class Responses:
-    """A way to get the responses of a run."""
+    """The way a run obtains responses: samples each as a whole. Subclasses change that."""
 
     config: Config
     stream: PromptStream
@@ -67,7 +67,7 @@ class Responses:
 
     @property
     def seconds_to_end(self) -> float:
-        """Longest time until `respond` returns after its engine was aborted."""
+        """Longest time in seconds until `respond` returns after its engine was aborted."""
         return 0.0
 
     def respond(
@@ -104,7 +104,7 @@ class EpisodeResponses(Responses):
 
     @property
     def seconds_to_end(self) -> float:
-        """A call in progress, and then those of the environment's `close`."""
+        """An environment call in progress, and then the calls of the environment's `close`."""
         return 2 * self.runner.section.timeout
 
     def respond(

@@ -19,7 +19,7 @@ updates may be skipped but not added, so the left side only decreases after the 
 batch of groups without signal advances the version without consuming admitted groups. Groups that are then too old
 expire.
 
-Without `ahead` groups are admitted only for the batch that the trainer is waiting for: generation and training take
+Without `ahead`, groups are admitted only for the batch that the trainer is waiting for: generation and training take
 turns.
 """
 
@@ -47,7 +47,7 @@ class GroupRange:
 
 @dataclass(slots=True)
 class GroupEntry:
-    """A live group. `oldest` is the oldest version that sampled a token of it (infinite: none did)."""
+    """A live group. `oldest` is the oldest policy version that sampled one of its tokens; infinite if none did."""
 
     state: State
     oldest: float = 0.0
@@ -61,8 +61,8 @@ class Schedule:
     updates: int  # optimizer updates in a step, the largest number between two batches
     max_lag: float = math.inf  # largest age of a token when it is consumed, in updates
     ahead: bool = True  # whether groups are generated before the trainer waits for them
-    max_no_signal: int | None = None  # groups without signal after which a batch is made of the groups there are
-    drawn: int = 0
+    max_no_signal: int | None = None  # groups without signal after which a batch uses the groups that are ready
+    drawn: int = 0  # number of groups that have a number
     latest: float = math.inf  # nothing is admitted before the first call of `wait`
     waiting: bool = False
     batches_left: int | None = None
@@ -78,9 +78,9 @@ class Schedule:
         return request
 
     def admit(self, max_count: int, version: int) -> GroupRange | None:
-        """The groups that an engine with weights `version` may generate now: at most `max_count`, all of one batch.
+        """Returns groups that an engine with weights `version` may generate now: at most `max_count`, of one batch.
 
-        None if they could be too old for their batch, or if no batch of the run needs them.
+        Returns None if they could be too old for their batch, or if no batch of the run needs them.
         """
         pending = next((number for number, entry in self._entries() if entry.state == "pending"), None)
         first = self.drawn if pending is None else pending
@@ -124,7 +124,7 @@ class Schedule:
                 break
         exhausted = self.max_no_signal is not None and len(no_signal) >= self.max_no_signal
         if len(ready) >= self.prompts or partial or exhausted:
-            # A batch of equal rewards still has KL and entropy terms, unlike an empty step.
+            # A batch of groups with equal rewards still has KL and entropy terms; an empty step has none.
             return ready[: self.prompts] or no_signal[: self.prompts]
         return None
 
@@ -160,15 +160,15 @@ class Schedule:
         return self._numbers_in_state("ready")
 
     def unfinished(self) -> list[int]:
-        """Numbers of pending and running groups."""
+        """Returns the numbers of pending and running groups."""
         return sorted(self._numbers_in_state("pending") + self._numbers_in_state("running"))
 
     def contains(self, number: int) -> bool:
-        """Whether a number is live."""
+        """Returns whether a group is live."""
         return number in self._live
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON. Running groups are generated again, groups without signal are not."""
+        """Returns the state as JSON. After `restore`, running groups are pending, and groups without signal dropped."""
         return {
             "drawn": self.drawn,
             "consumed": self.consumed,
@@ -193,7 +193,7 @@ class Schedule:
             self.dropped += 1
 
     def _fits(self, batches: int, version: int) -> bool:
-        """Whether a run needs a group that `batches` batches come before, and it will be young enough."""
+        """Returns whether the run needs a group with `batches` batches before it, and it will be young enough."""
         if self.batches_left is not None and batches >= self.batches_left:
             return False
         if not self.ahead and (batches or not self.waiting):

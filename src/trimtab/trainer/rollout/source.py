@@ -50,8 +50,8 @@ class RolloutSource(Protocol):
     ) -> Result:
         """Returns the result of `function` with an engine that has exactly these weights.
 
-        `weights_altered`: engines quantize the weights that are published to them or add noise to them, so that their
-        own cannot be used.
+        `weights_altered`: whether engines quantize published weights or add noise to them, so that the weights in use
+        differ.
         """
         ...
 
@@ -62,19 +62,19 @@ class RolloutSource(Protocol):
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         """Restores `state()`.
 
-        The state has no weights if the engines had the newest ones: the caller must publish these before.
+        If the engines had the newest weights, the state has none: the caller must publish the weights first.
         """
         ...
 
     def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        """Goes back to an earlier `state()`, without any response that was sampled, and halves the lag.
+        """Goes back to an earlier `state()`, drops all sampled responses, and halves the lag.
 
-        The caller has published the weights of that state. halvings: see `halve_lag`.
+        The caller must have published the weights of that state. halvings: see `halve_lag`.
         """
         ...
 
     def halve_lag(self, halvings: int) -> None:
-        """Bounds the age of tokens by what `max_lag` and `sync_every` are after so many halvings."""
+        """Bounds the age of tokens by `max_lag` and `sync_every`, each halved `halvings` times."""
         ...
 
     def close(self) -> None:
@@ -99,10 +99,10 @@ class BufferedSource(ABC):
 
     @abstractmethod
     def _restore_weights(self, weights: Weights, version: int) -> None:
-        """Gives the engines what `_weights` has returned."""
+        """Gives the engines weights that `_weights` returned."""
 
     def state(self, updates: int) -> SourceState:
-        """The engines' weights are included only if they are older than the trainer's."""
+        """Returns the state. It includes the engines' weights only if they are older than the trainer's."""
         (meta, files), (more_meta, more_files) = self.buffer.state(), self.collector.responses.state()
         weights = {"engine": dict(self._weights())} if self.published != updates else {}
         return weights, {**meta, **more_meta, "published": self.published}, {**files, **more_files}

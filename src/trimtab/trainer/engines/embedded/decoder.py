@@ -1,8 +1,8 @@
 """Token-by-token decoding of a batch: the interface, and the implementation for any causal model.
 
 A decoder serves one batch: it runs each prompt and each distinct prefix once, in parallel, then decodes all rows in
-lockstep from the cached keys and values. Where experts are recorded (R3, docs/routing.md), it assigns the choices that
-the model's routing tape holds, in the order of the forward passes, to tokens.
+lockstep from the cached keys and values. If routed experts are recorded (R3, docs/routing.md), `ExpertRecorder` assigns
+the choices on the model's routing tape, which are in the order of the forward passes, to tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trimtab.trainer.engines.decoding_rows import DecodingRow
 from trimtab.trainer.models.routing import RoutingTape
 from trimtab.types import ExpertArray, Prompt
 
-# Tokens of prompts that are run through the model together. More cost memory without being faster.
+# Largest number of prompt tokens in one forward pass. More tokens take more memory without being faster.
 PREFILL_TOKENS = 4096
 
 
@@ -30,14 +30,13 @@ PREFILL_TOKENS = 4096
 class PrefillPlan:
     """What a batch runs through the model before sampling: distinct pairs of a prompt and a response prefix ("starts").
 
-    `prompt` (starts,) holds the index of the prompt of each start, `row` (rows,) the index of the start of each row.
-    Rows of one prompt are adjacent. A prefix may be empty.
+    Rows of one prompt are adjacent.
     """
 
-    prompts: list[Tensor]
-    prefixes: list[Tensor]
-    prompt: Tensor
-    row: Tensor
+    prompts: list[Tensor]  # distinct prompts
+    prefixes: list[Tensor]  # of each start; may be empty
+    prompt: Tensor  # (starts,), index of the prompt of each start
+    row: Tensor  # (rows,), index of the start of each row
 
 
 def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device: torch.device) -> PrefillPlan:
@@ -57,33 +56,29 @@ def plan_prefill(rows: Sequence[DecodingRow], prompts: Sequence[Prompt], device:
 
 
 class Decoder(Protocol):
-    """Decodes one batch of rows.
+    """Decodes one batch of rows."""
 
-    `first` holds the logits after each row's prompt and prefix, (rows, vocabulary); `prefilled` is the number of tokens
-    that were run for them.
-    """
-
-    first: Tensor
-    prefilled: int
+    first: Tensor  # (rows, vocabulary), logits after the prompt and prefix of each row
+    prefilled: int  # number of tokens that were run to compute `first`
 
     def step(self, tokens: Tensor, paused: Tensor | None = None) -> Tensor:
-        """Appends one token to every row, (rows,) ids, and returns the logits after it, (rows, vocabulary).
+        """Appends one of `tokens` (rows,) to every row; returns the logits after it, (rows, vocabulary).
 
-        Rows of the index `paused` do not change; their token and logits have no meaning. The next step may overwrite
-        the logits.
+        The rows at the indices `paused` do not change; their tokens and logits have no meaning. The next step may
+        overwrite the logits.
         """
         ...
 
     def keep(self, index: Tensor) -> None:
-        """Removes all rows from the batch except those of `index`."""
+        """Removes all rows from the batch except those at the indices `index`."""
         ...
 
 
 def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
-    """Groups texts by similar length into blocks of at most `PREFILL_TOKENS` tokens after padding.
+    """Returns the indices of the texts in each block; a block has at most `PREFILL_TOKENS` tokens after padding.
 
-    Returns the indices of the texts of each block. `before` counts the tokens ahead of each text that are attended to
-    but not run; they take memory as well.
+    Texts of similar length share a block. `before` is the number of tokens ahead of each text that are attended to but
+    not run; they take memory as well.
     """
     blocks: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -95,10 +90,10 @@ def prefill_blocks(lengths: Sequence[int], before: int = 0) -> list[list[int]]:
 
 
 class PromptGrid:
-    """The rows of a batch by prompt, for attention of all rows of a prompt to its keys in one product.
+    """The rows of a batch grouped by prompt: all rows of a prompt attend to the prompt's keys in one matrix product.
 
-    `prompt` (rows,) is the prompt of each row, ascending on input and then an index into `used` (prompts,), the prompts
-    that have rows.
+    The argument `prompt` (rows,) holds the prompt of each row, in ascending order. `used` (prompts,) holds the prompts
+    that have rows; the attribute `prompt` (rows,) holds indices into `used`.
     """
 
     def __init__(self, prompt: Tensor) -> None:
@@ -109,7 +104,7 @@ class PromptGrid:
         self._slot = None if full else self.prompt * self._shape[1] + nth
 
     def to_grid(self, rows: Float[Tensor, "rows heads group x"]) -> Float[Tensor, "prompts heads more x"]:
-        """Arranges the rows of each prompt along `more`, with padding where another prompt has more of them."""
+        """Arranges the rows of each prompt along `more`, padded to the largest number of rows of a prompt."""
         prompts, most = self._shape
         if self._slot is not None:
             grid = rows.new_zeros(prompts * most, *rows.shape[1:])
@@ -118,7 +113,7 @@ class PromptGrid:
         return rows.view(prompts, most, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
 
     def to_rows(self, grid: Float[Tensor, "prompts heads more x"], group: int) -> Float[Tensor, "rows heads group x"]:
-        """Returns the inverse of `to_grid`; what follows the rows along `more` is dropped."""
+        """Inverts `to_grid`: removes its padding, and any further padding along `more`."""
         most = self._shape[1]
         rows = grid[:, :, : most * group].unflatten(2, (most, group)).transpose(1, 2).flatten(0, 1)
         return rows if self._slot is None else rows[self._slot]
@@ -127,8 +122,8 @@ class PromptGrid:
 class ExpertRecorder:
     """Collects the routed experts of one batch. A decoder calls `prompts` and `starts` after its prefill passes.
 
-    The last token of a response is never run, so a response of n tokens has an entry for each token of its prompt and
-    n - 1 more.
+    The last token of a response is never run. A response of n tokens therefore has one entry for each prompt token and
+    n - 1 entries for its own tokens.
     """
 
     def __init__(self, tape: RoutingTape) -> None:
@@ -137,18 +132,18 @@ class ExpertRecorder:
         self._starts: dict[int, ExpertArray] = {}
 
     def prompts(self, index: Sequence[int], real: Tensor) -> None:
-        """Records a pass over the prompts of these indices; `real` (prompts, time) is False at padding."""
+        """Records a forward pass over the prompts at `index`; `real` (prompts, time) is False at padding."""
         self._prompts |= zip(index, self._split(real), strict=True)
 
     def starts(self, index: Sequence[int], real: Tensor) -> None:
-        """Records a pass over the prefixes of these starts, or over prompt and prefix where they run as one text."""
+        """Records a forward pass over the prefixes of the starts at `index`, or over their prompts and prefixes."""
         self._starts |= zip(index, self._split(real), strict=True)
 
     def begin(self, rows: Sequence[DecodingRow], prompt: Sequence[int], start: Sequence[int]) -> None:
         """Assigns the recorded prefill to rows; `start` holds each row's start, `prompt` each start's prompt.
 
-        Experts that a prefix already carries are kept, because its tokens were sampled under them. Its last token has
-        no entry yet, as it was not run before.
+        A prefix keeps the experts that it carries, because its tokens were sampled under them. Only its last token,
+        which was not run before, gets a new entry.
         """
         for row, index_of_start in zip(rows, start, strict=True):
             # Prompts and prefixes were run in separate passes, or as one text per start.
@@ -161,7 +156,7 @@ class ExpertRecorder:
             row.routes = parts
 
     def step(self, rows: Sequence[DecodingRow], live: Sequence[bool]) -> None:
-        """Records a step, which ran the last token of each row; finished rows are skipped."""
+        """Records a step, which ran the last token of each row; rows that are not `live` are skipped."""
         for row, alive, experts in zip(rows, live, self._tape.take().cpu().numpy(), strict=True):
             if alive:
                 row.routes.append(experts[None])
@@ -189,7 +184,7 @@ class CachedDecoder:
         width, start_of_row = max(len(ids) for ids in texts), starts.row
         mask = torch.stack([F.pad(torch.ones_like(ids), (width - len(ids), 0)) for ids in texts])
         tokens = torch.stack([F.pad(ids, (width - len(ids), 0)) for ids in texts])
-        # All layers keep all positions: a sliding-window layer that drops old ones does not support left padding.
+        # All layers keep all positions: a sliding-window layer that drops old positions does not support left padding.
         self._cache = Cache(layer_class_to_replicate=DynamicLayer)
         out = model(
             input_ids=tokens,
@@ -204,7 +199,7 @@ class CachedDecoder:
         self.first = out.logits[start_of_row, -1]
         self._mask = mask[start_of_row]
         self._position = mask.sum(-1)[start_of_row].unsqueeze(-1)
-        # A finished row that is not removed yet may exceed the context, where learned positions end.
+        # Limit of learned positions: a finished row that is still in the batch may run past the context.
         self._context: int | None = getattr(model.config, "max_position_embeddings", None)
         self._cache.batch_select_indices(start_of_row)
 
@@ -224,7 +219,7 @@ class CachedDecoder:
         return out.logits[:, -1]
 
     def _shift_right(self, rows: Tensor) -> None:
-        """Removes the last token of `rows`, whose other tokens stay aligned on the right, and padding of all rows."""
+        """Removes the last token of `rows`, aligns them on the right again, and removes padding common to all rows."""
         self._mask[rows] = F.pad(self._mask[rows, :-1], (1, 0))
         left = int(self._mask.any(0).int().argmax())
         self._mask = self._mask[:, left:]

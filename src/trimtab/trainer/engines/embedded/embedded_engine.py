@@ -1,7 +1,7 @@
 """The embedded engine: batched sampling in this process with PyTorch and transformers.
 
 `EmbeddedEngine` splits a call into batches and chooses a decoder; `DecodingLoop` decodes one batch: it samples a token
-for every row, detects ends, and joins the results of turns.
+for every row, detects ends, and applies the results of turns.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingP
 # Limit of the keys and values of one batch. The split into batches depends on the arguments alone, so results repeat.
 CACHE_BYTES = 2 << 30
 # Finished rows are removed once they exceed this share of the batch. On a CPU any share up to a quarter takes the same
-# time on responses of mixed length; never removing rows takes 2.6 times as long. A GPU hardly takes longer for more
-# rows, and needs another graph for fewer.
+# time on responses of mixed length; never removing rows takes 2.6 times as long. On a GPU more rows take hardly longer,
+# and each removal needs another CUDA graph.
 COMPACT_SHARE, COMPACT_SHARE_ON_ACCELERATOR = 1 / 16, 1 / 2
 
 
@@ -49,10 +49,10 @@ class EmbeddedEngine:
     The copy shares no storage with the original model. `policy_version` starts at 0.
 
     Args:
-        dtype: of the copy. Rollouts in bfloat16 differ from a float32 trainer.
-        quantization: quantization and noise applied to every published weight, a controlled additional mismatch.
-        routes: completions hold the routed experts of each token (`types.Completion.routed_experts`). It is an error
-            for a model without known routers.
+        dtype: of the copy. Log-probs in bfloat16 differ from those of a float32 trainer.
+        quantization: quantization and noise applied to published weights, a controlled additional mismatch.
+        routes: whether completions hold the routed experts of each token (`types.Completion.routed_experts`). Raises
+            `TrimtabError` if the model has no known routers.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class EmbeddedEngine:
     ) -> list[list[Completion]]:
         """See `types.Engine`. Every draw depends on (seed, index of the prompt, sample, position of the token) alone.
 
-        Equal prefixes of one prompt are run through the model once. `abort` is checked before every token. The
-        completions of an aborted call, given as `prefixes` of a call with the same seed and weights, are continued with
-        the tokens of the call without abort. This holds in float32 and with invariant numerics; otherwise the keys and
-        values of a prefix are rounded slightly differently in bfloat16.
+        Equal prefixes of one prompt are run through the model once. `abort` is checked before every token. To continue
+        an aborted call, pass its completions as `prefixes` with the same seed and weights: the responses are then those
+        of a call without abort. This holds in float32 and with invariant numerics; in bfloat16, the keys and values of
+        a prefix are rounded slightly differently.
         """
         vocabulary = self._model.get_input_embeddings().num_embeddings
         context = getattr(self._model.config, "max_position_embeddings", None)
@@ -127,7 +127,7 @@ class EmbeddedEngine:
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """Returns the log-probs (tokens,) of each response at temperature 1, from one forward over prompt and response.
 
-        Weights and numerics are those of `generate`; neither its cache nor its decoding is used.
+        Uses the weights and numerics of `generate`, but neither its cache nor its decoding.
         """
         rows = []
         for prompt, one in zip(prompts, completions, strict=True):
@@ -147,7 +147,7 @@ class EmbeddedEngine:
         """Copies named weights into the model, and quantizes them unless `as_is`; see `types.Engine`.
 
         Names are those of `model.named_parameters()` or `model.state_dict()`; a tied head may be named or left out.
-        Raises `TrimtabError` if the weights are not those of the model (`WeightManifest.check`); then none is copied.
+        Raises `TrimtabError`, and copies nothing, if the weights do not fit the model (`WeightManifest.check`).
         """
         given = self._manifest.check(weights)
         state = self._model.state_dict(keep_vars=True)
@@ -162,7 +162,7 @@ class EmbeddedEngine:
         return self._model.named_parameters()
 
     def weight_checksums(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Returns dtype and checksum of a few weights in use that quantization and noise leave as published."""
+        """Returns dtype and checksum, by name, of a few weights that quantization and noise do not change."""
         exact = ((name, one) for name, one in self._model.named_parameters() if name not in self._quantized_names)
         return {name: (one.dtype, checksum(one, one.dtype)) for name, one in itertools.islice(exact, SUMMED_WEIGHTS)}
 
@@ -179,7 +179,7 @@ class EmbeddedEngine:
             weight.copy_(self._quantization.apply(name, weight, self.policy_version))
 
     def _batches(self, rows: list[DecodingRow], prompts: Sequence[Prompt], max_tokens: int) -> list[list[DecodingRow]]:
-        """Splits rows into batches whose cache stays within `CACHE_BYTES`, prompts of similar length together."""
+        """Splits rows into batches whose cache stays within `CACHE_BYTES`. Prompts of similar length share a batch."""
         if not rows:
             return []
         rows = sorted(rows, key=lambda row: (len(prompts[row.prompt].ids), row.prompt))
@@ -225,11 +225,11 @@ class DecodingLoop:
     """
 
     decoder: Decoder
-    rows: list[DecodingRow]  # in the decoder's order; those that are complete are removed from time to time
+    rows: list[DecodingRow]  # in the decoder's order; complete rows are removed from time to time
     sampling: SamplingParams
     exchange: TurnExchange
     recorder: ExpertRecorder | None
-    invariant: bool  # log-probs are those of the trainer's head
+    invariant: bool  # whether the trainer's head computes the log-probs
     decoded: int = field(default=0, init=False)  # tokens run through the model so far
 
     def run(self) -> None:
@@ -245,7 +245,7 @@ class DecodingLoop:
             logits = self._step(self._remove_finished(sampled.ids))
 
     def _append(self, sampled: SampledTokens, live: list[int]) -> None:
-        """Appends the sampled tokens to the rows of the indices `live`."""
+        """Appends the sampled tokens to the rows at the indices `live`."""
         ids, logp, entropy = sampled.to_lists()
         top = None if sampled.top is None else tuple(part.cpu().numpy() for part in sampled.top)
         for i in live:
@@ -260,14 +260,14 @@ class DecodingLoop:
         return with_trainer_logps(sampled, logits, self.sampling.temperature) if self.invariant else sampled
 
     def _remove_finished(self, tokens: Tensor) -> Tensor:
-        """Removes complete rows if they are many; returns the token that every remaining row is to run."""
+        """Removes complete rows if there are many; returns the next input token of every remaining row."""
         index = [i for i, row in enumerate(self.rows) if not row.complete]
         share = COMPACT_SHARE_ON_ACCELERATOR if on_accelerator(tokens.device) else COMPACT_SHARE
         if len(self.rows) - len(index) > share * len(self.rows):
             kept = torch.tensor(index, device=tokens.device)
             self.decoder.keep(kept)
             self.rows, tokens = [self.rows[i] for i in index], tokens[kept]
-        if self.exchange.handler is not None:  # rows whose turn has just ended run its last token later
+        if self.exchange.handler is not None:  # rows that wait or get an observation do not run `tokens`
             tokens = torch.tensor([row.ids[-1] for row in self.rows], device=tokens.device)
         return tokens
 

@@ -1,8 +1,8 @@
 """Decoding with batch-invariant numerics over a cache that is read in fixed blocks of keys.
 
-A step is the forward pass of one packed row of single tokens, a prefill that of prompts and prefixes, both through the
-modules that score in the trainer (`models/invariant`); only the storage of the keys differs. Keys and values of a
-prompt are stored once and attended by all its rows. Those of a response begin a new block.
+A step runs one packed row of single tokens, a prefill one packed row of prompts and prefixes. Both use the modules that
+score in the trainer (`models/invariant`); only the storage of the keys differs. The keys and values of a prompt are
+stored once, and all its rows attend to them. The keys and values of a response begin a new block.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from trimtab.trainer.models.packed_attention import AttentionOptions, PackedLayo
 
 @dataclass(slots=True)
 class _Cache:
-    """Keys and values of all layers, (owners, key heads, a multiple of `KEY_BLOCK`, width); float32 or wider on a CPU.
+    """Keys and values of each layer, (owners, key heads, positions, width). An owner is a prompt or a row.
 
-    An owner is a prompt or a row.
+    The number of positions is a multiple of `KEY_BLOCK`. On a CPU the dtype is float32 or wider.
     """
 
     keys: list[Tensor]
@@ -89,8 +89,8 @@ class InvariantDecoder:
     def __init__(self, model: Any, starts: PrefillPlan) -> None:
         self._parts = model_parts(model)
         self._dtype = self._parts.weight.dtype
-        # Once a batch, so that weights changed in place between batches cannot be missed. These copies are as large as
-        # the model, in float32 on a processor without bfloat16 instructions.
+        # Packed again for each batch, because weights may change in place between batches. These copies are as large
+        # as the model, and in float32 on a processor without bfloat16 instructions.
         self._packed, self._head = pack_layers(self._parts.backbone), pack_head(self._parts)
         device = starts.row.device
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=device)
@@ -163,7 +163,7 @@ class InvariantDecoder:
         self._prompt_shown = (positions < self._lengths[:, None])[:, None, None].to(self._prompts.keys[0].dtype)
 
     def keep(self, index: Tensor) -> None:
-        """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
+        """Removes all rows except those at the ascending indices `index`, so that rows of a prompt stay adjacent."""
         self._responses.select(index)
         self._filled = self._filled[index]
         self._group_by_prompt(self._grid.prompt[index])

@@ -23,22 +23,19 @@ from trimtab.types import SamplingParams
 BLOCK_BYTES = 1 << 20
 # The inverse-CDF search runs over sums of this many tokens, then inside one such chunk: no vocabulary-wide cumsum.
 CHUNK = 128
-# Without top-k, top-p first considers this many tokens; the vocabulary is sorted only where a row needs more.
+# Without top-k, top-p first considers this many tokens; the vocabulary is sorted only if a row needs more.
 TOP_P_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row: `ids` int64, `logp` and `entropy` (nats) float32, all (rows,); `kept` one id array per row.
+    """One sampled token for each row."""
 
-    top: ids and log-probs of the `top_logprobs` most probable ids, both (rows, k); see `TopTokens`.
-    """
-
-    ids: Tensor
-    logp: Tensor
-    entropy: Tensor
-    kept: list[NDArray[np.int64]] | None
-    top: tuple[Tensor, Tensor] | None = None
+    ids: Tensor  # (rows,), int64
+    logp: Tensor  # (rows,), float32
+    entropy: Tensor  # (rows,), float32, in nats
+    kept: list[NDArray[np.int64]] | None  # sampling mask of each row: the ids that truncation kept
+    top: tuple[Tensor, Tensor] | None = None  # ids and log-probs of the most probable ids, both (rows, k): `TopTokens`
 
     def to_lists(self) -> tuple[list[int], list[float], list[float]]:
         """Copies ids, log-probs and entropies to the CPU; raises `DivergedError` if they are not finite."""
@@ -52,8 +49,7 @@ class SampledTokens:
 def uniform_draws(seed: int, prompt: int, sample: int, count: int) -> NDArray[np.float64]:
     """Returns `count` uniform numbers in [0, 1), one per token position of a completion, as float64.
 
-    They depend on the arguments alone and never on the batch, so a row gets the same numbers in any batch. A larger
-    `count` only appends numbers.
+    The numbers depend on the arguments alone, not on the batch. A larger `count` only appends numbers.
     """
     key = np.random.SeedSequence(entropy=seed, spawn_key=(prompt, sample))
     return np.random.Generator(np.random.Philox(key)).random(count)
@@ -66,7 +62,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> 
         logits: (rows, vocabulary), any float dtype.
         uniform: (rows,) float64 in [0, 1), the inverse-CDF positions.
 
-    The entropy is NaN where the logits are not finite, which `SampledTokens.to_lists` refuses.
+    If the logits of a row are not finite, its entropy is NaN, and `SampledTokens.to_lists` raises `DivergedError`.
     """
     if sampling.temperature == 0:
         return _greedy(logits, sampling)
@@ -132,11 +128,11 @@ def _sample_full(scores: Tensor, uniform: Tensor, sampling: SamplingParams) -> S
 def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the first index whose cumulative mass exceeds `target`, and `target` minus the mass before it.
 
-    Both are (rows, 1). An index without mass is never returned. `target` can reach the last bound only by rounding; it
-    is then moved below it.
+    Both are (rows, 1). An index without mass is never returned. If rounding moves `target` up to the last bound, it is
+    set to the next smaller number.
     """
     target = torch.minimum(target, torch.nextafter(bounds[:, -1:], torch.zeros_like(bounds[:, -1:])))
-    # Clamped for bounds that are NaN, which `SampledTokens.to_lists` refuses: a device cannot raise in between.
+    # Clamped in case the bounds are NaN: a device cannot raise here; `SampledTokens.to_lists` raises later.
     index = torch.searchsorted(bounds, target, right=True).clamp_(max=bounds.shape[-1] - 1)
     below = bounds.gather(-1, (index - 1).clamp(min=0)).masked_fill_(index == 0, 0.0)
     return index, target - below
@@ -147,7 +143,7 @@ def _sample_truncated(scores: Tensor, uniform: Tensor, sampling: SamplingParams)
     count = min(sampling.top_k or TOP_P_CANDIDATES, vocabulary)
     values, ids = scores.topk(count, -1)
     mass = values.double().exp()
-    # Top-p counts mass after top-k has renormalized it, as every engine applies the two in this order.
+    # Top-p applies to the mass that top-k has renormalized: every engine applies the two in this order.
     total = mass.sum(-1, keepdim=True) if sampling.top_k else scores.double().exp_().sum(-1, keepdim=True)
     before = mass.cumsum(-1) - mass
     if not sampling.top_k and count < vocabulary and bool((mass.sum(-1, keepdim=True) < sampling.top_p * total).any()):

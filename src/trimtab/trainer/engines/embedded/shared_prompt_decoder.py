@@ -1,12 +1,12 @@
-"""Batched decoding of the Llama family that stores and attends each prompt's keys once for all its samples.
+"""Batched decoding of the Llama family: the keys of a prompt are stored and read once for all its samples.
 
 All rows of a prompt attend to its keys in one matrix product, instead of reading them again for every row. Rows are
-decoded in lockstep, so the keys and values of their responses form a rectangle, whose unwritten end is masked.
-Prefixes of different lengths are right-aligned in that rectangle; only then is its left edge masked, too. A GPU replays
-the operations of one token as one CUDA graph: starting each kernel by itself takes several times as long.
+decoded in lockstep, so the keys and values of their responses form a rectangle, whose unwritten end is masked. Prefixes
+of different lengths are right-aligned in that rectangle, and its left edge is then masked too. A GPU replays the
+operations of one token as one CUDA graph: launching each kernel by itself takes several times as long.
 
 `LlamaBlocks` runs the model's own modules except for attention, which `SharedPromptDecoder` supplies. On a CPU with one
-thread it takes between 1 / 2.3 (bundled model) and 1 / 1.4 (laboratory model) of the time of `decoder.CachedDecoder`.
+thread it is between 2.3 times (bundled model) and 1.4 times (laboratory model) as fast as `decoder.CachedDecoder`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 PACKED_BYTES = 2 << 30
 # Keys and values of responses are allocated for this many tokens at a time: a product with a contiguous block of keys,
 # its unwritten end included, is two to four times as fast as one with a strided part of a large allocation. Each
-# allocation needs another graph, which takes as long as a few tokens to capture: on a GPU they are fewer.
+# allocation needs another CUDA graph, whose capture takes as long as a few tokens: a GPU uses larger blocks.
 BLOCK, BLOCK_ON_ACCELERATOR = 32, 256
 # The first tokens after a change of the batch are run without a graph: the batch may change again, and a capture must
 # not load kernels or create handles (so never 0).
@@ -46,14 +46,14 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(slots=True, eq=False)
 class Captures:
-    """What lets the next CUDA graph reuse the memory of the last one: that graph, and the stream of all captures."""
+    """The last CUDA graph, whose memory the next graph reuses, and the stream of all captures."""
 
     graph: torch.cuda.CUDAGraph | None = None
     stream: torch.cuda.Stream | None = None
 
 
 def supports(model: Any) -> bool:
-    """Whether `LlamaBlocks` computes exactly what this model's own forward computes."""
+    """Returns whether `LlamaBlocks` computes exactly what this model's own forward computes."""
     config = model.config
     if not FAMILIES.get(config.model_type, Family()).shared_prompts:
         return False
@@ -69,7 +69,7 @@ def supports(model: Any) -> bool:
 
 
 class LlamaBlocks:
-    """Runs the blocks of a model that `supports` accepts, without gradient, with an attention of the caller's."""
+    """Runs the layers of a model that `supports` accepts, without gradient. The caller supplies the attention."""
 
     def __init__(self, model: Any) -> None:
         config, attention = model.config, model.model.layers[0].self_attn
@@ -83,14 +83,14 @@ class LlamaBlocks:
         self.window: int | None = _window(config)
         self.captures = Captures()
         self.is_dense = not any(isinstance(block.mlp, Qwen3MoeSparseMoeBlock) for block in self.layers)
-        # Weight and bias of linear layers that have one input, by these layers.
+        # Linear layers with the same input -> their packed weight and their bias, both concatenated.
         self._packed: Mapping[tuple[Any, ...], tuple[Tensor, Tensor | None]] = {}
 
     def packed(self, rows: int) -> LlamaBlocks:
-        """Returns a copy with weights packed for products of about `rows` rows; it does not follow later updates.
+        """Returns a copy with weights packed for products of about `rows` rows; later updates do not change it.
 
-        Layers of one input are packed as one. Packing takes as long as decoding a few tokens, so it is repeated for
-        every batch, and no stale weight is used. In float32 a step of 8 rows then takes 1 / 1.8 of the time.
+        Linear layers with the same input are packed as one. Packing takes only as long as decoding a few tokens, so it
+        is repeated for every batch, and no stale weight is used. In float32 a step of 8 rows is 1.8 times as fast.
         """
         if sum(weight.numel() for weight in self.model.parameters()) * self.cache_dtype.itemsize > PACKED_BYTES:
             return self
@@ -103,7 +103,7 @@ class LlamaBlocks:
         return result
 
     def _linear_layers(self) -> Iterator[tuple[Any, ...]]:
-        """Yields the linear layers outside of experts, those of one input together."""
+        """Yields tuples of linear layers with the same input; the layers of experts are left out."""
         yield (self.model.lm_head,)
         for block in self.layers:
             attention, mlp = block.self_attn, block.mlp
@@ -112,7 +112,7 @@ class LlamaBlocks:
                 yield from ((mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
 
     def _linear(self, layers: tuple[Any, ...], states: Tensor) -> Tensor:
-        """Returns the outputs of layers of one input, concatenated."""
+        """Returns the concatenated outputs of `layers` for the same input `states`."""
         if layers in self._packed:
             return inference_linear(states, *self._packed[layers])
         parts = [inference_linear(states, layer.weight, layer.bias) for layer in layers]
@@ -121,7 +121,7 @@ class LlamaBlocks:
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines, and sines signed for `_rotate`, both (tokens, heads + kv heads, head size).
 
-        Those of the queries are multiplied by the attention scale, so that it needs no separate product.
+        The values for query heads are multiplied by the attention scale, which saves a separate product.
         """
         embedding = self.model.model.embed_tokens.weight
         # Float32 until the scale is applied: the model's own forward rounds once, too.
@@ -187,7 +187,7 @@ class SharedPromptDecoder:
     ) -> None:
         self._model, self._recorder = model, recorder
         self._block = BLOCK_ON_ACCELERATOR if on_accelerator(starts.row.device) else BLOCK
-        # The routers of experts, and what records them, wait for the device, which a graph cannot.
+        # Routers of experts and their recorder synchronize with the device, which is impossible in a CUDA graph.
         self._use_graphs = starts.row.is_cuda and recorder is None and model.is_dense
         self._lengths = torch.tensor([len(ids) for ids in starts.prompts], device=starts.row.device)
         prefix_lengths = torch.tensor([len(ids) for ids in starts.prefixes], device=starts.row.device)
@@ -244,7 +244,7 @@ class SharedPromptDecoder:
         return [slab[:, starts.row] for slab in slabs]
 
     def _prefill_block(self, starts: PrefillPlan, index: Tensor, prefix_lengths: Tensor, slabs: list[Tensor]) -> Tensor:
-        """Runs the prefixes of `index`, each attending to its prompt and to itself; returns their last states."""
+        """Runs the prefixes at `index`, each attending to its prompt and itself; returns their last hidden states."""
         model, prompt, rows, width = self._model, starts.prompt[index], len(index), int(prefix_lengths.max())
         lengths = self._lengths[prompt]
         before, edge = int(lengths.max()), slabs[0].shape[-2] - width
@@ -274,12 +274,12 @@ class SharedPromptDecoder:
         return last
 
     def _set_left_edge(self, edge: Tensor) -> None:
-        """Sets the number of padding positions on the left of each row, (rows,); None where all begin at the left."""
+        """Stores the number of padding positions on the left of each row, `edge` (rows,); None if there are none."""
         self._edge = edge if bool(edge.any()) else None
         self._prepared = False
 
     def _shift_right(self, rows: Tensor) -> None:
-        """Removes the last token of `rows`, whose other tokens stay aligned on the right."""
+        """Removes the last token of `rows` and aligns them on the right again."""
         end = self._filled
         for slab in self._responses:
             slab[:, rows, :, 1:end] = slab[:, rows, :, : end - 1]
@@ -287,7 +287,7 @@ class SharedPromptDecoder:
         self._set_left_edge(edge.index_add(0, rows, torch.ones_like(rows)))
 
     def _make_room(self) -> None:
-        """Removes the positions on the left that are padding in every row; without any it adds some."""
+        """Removes the positions on the left that are padding in every row; if there are none, raises the capacity."""
         edge = self._edge
         if edge is None or not (left := int(edge.min())):
             self._capacity += self._block
@@ -306,7 +306,7 @@ class SharedPromptDecoder:
         self._padding = padding[:, None, None] if bool(padding.any()) else None
 
     def keep(self, index: Tensor) -> None:
-        """Removes all rows except those of `index`, which must be ascending: rows of a prompt stay adjacent."""
+        """Removes all rows except those at the ascending indices `index`, so that rows of a prompt stay adjacent."""
         self._responses = [slab[:, index] for slab in self._responses]
         self._edge = None if self._edge is None else self._edge[index]
         self._group_by_prompt(self._grid.prompt[index])
@@ -321,7 +321,7 @@ class SharedPromptDecoder:
         self._prepared = False
 
     def _prepare(self) -> None:
-        """Sets what a step reads and changes besides keys and values: tensors, which a graph refers to."""
+        """Creates the tensors besides keys and values that a step reads and changes; a CUDA graph refers to them."""
         columns = torch.arange(self._responses[0].shape[-2], device=self._lengths.device)
         self._column = columns[self._filled : self._filled + 1].clone()
         self._positions = self._lengths[self._grid.prompt] + self._filled
@@ -358,7 +358,7 @@ class SharedPromptDecoder:
         return self._model.logits(hidden)
 
     def _make_graph(self, tokens: Tensor) -> None:
-        """Captures a step. Where that fails (memory is short) it warns, and this batch is decoded without a graph."""
+        """Captures a step. If that fails (memory is short), it warns, and this batch is decoded without a graph."""
         self._tokens = tokens.clone()
         try:
             self._graph = self._capture(tokens.device)
@@ -368,7 +368,7 @@ class SharedPromptDecoder:
             torch.cuda.empty_cache()  # a graph gets no memory that the allocator keeps for other tensors
 
     def _capture(self, device: torch.device) -> torch.cuda.CUDAGraph:
-        # Not by `torch.cuda.graph`, which empties the allocator's cache: the next update would allocate all of it anew.
+        # Not `torch.cuda.graph`: it empties the allocator's cache, which the next update would have to fill again.
         shared, graph, current = self._model.captures, torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         shared.stream = shared.stream or torch.cuda.Stream(device)
         shared.stream.wait_stream(current)

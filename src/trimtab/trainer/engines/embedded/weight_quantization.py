@@ -1,8 +1,8 @@
-"""Quantizes or perturbs a sampler's weights, exactly repeatable: a controlled mismatch.
+"""Quantization of a sampler's weights, and noise on them: a controlled mismatch that is exactly repeatable.
 
-Quantized are the matrices of the linear layers inside the decoder, with one symmetric scale for each output row, as in
+The matrices of the linear layers inside the decoder are quantized, with one symmetric scale for each output row, as in
 engines with weight-only quantization. Embedding, head, norms, biases and the routers of mixtures of experts stay
-unchanged, as in those engines: quantizing them saves little memory and costs much accuracy.
+unchanged, as in such engines: quantizing them saves little memory and costs much accuracy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WeightQuantization:
 
     @property
     def active(self) -> bool:
-        """Whether any weight changes."""
+        """Whether quantization or noise changes any weight."""
         return self.bits is not None or self.noise > 0
 
     def apply(
@@ -64,10 +64,10 @@ def weight_quantization(config: Config) -> WeightQuantization:
 
 
 def quantize(weight: Float[Tensor, "... rows columns"], bits: int) -> Float[Tensor, "... rows columns"]:
-    """Rounds every row to the 2^bits - 1 levels -n..n times its scale, max |w| / n; returns the dtype of `weight`.
+    """Rounds every weight of a row to a level -n..n times the row's scale, max |row| / n, with n = 2^(bits - 1) - 1.
 
-    Quantizing the result again changes no bit: products are formed in float64, so the largest weight of a row, and
-    with it the scale, comes back exactly. Half-way values go to the even level.
+    Returns the dtype of `weight`. Quantizing the result again changes no bit: products are computed in float64, so a
+    row keeps its largest weight and therefore its scale. Half-way values are rounded to the even level.
     """
     top = 2 ** (bits - 1) - 1
     wide = weight.double()

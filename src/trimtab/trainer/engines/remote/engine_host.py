@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError
 
-# Nothing that imports torch, which takes seconds without a heartbeat.
+# Import nothing that imports torch: that takes seconds, during which no heartbeat is sent.
 from trimtab.trainer.config import Config
 from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn, HostedTurns
 from trimtab.trainer.processes import Message, Parent
@@ -28,7 +28,7 @@ SHUTDOWN_TIMEOUT = 5.0  # seconds for the engine to close
 
 
 class EngineHost:
-    """Answers one call at a time; `abort`, `handled` and `progress` may be called beside it, from other threads.
+    """Answers one call at a time. Meanwhile other threads may call `abort`, `handled` and `progress`.
 
     Subclasses define `update_weights`, `named_weights` and `send_turn`, which depend on the transport.
     """
@@ -36,14 +36,14 @@ class EngineHost:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self._error: Exception | str | None = None
-        self.steps = 0  # checks of the abort signal
-        self.aborted = 0  # number of the last call that was
+        self.steps = 0  # number of checks of the abort signal; see `progress`
+        self.aborted = 0  # number of the last aborted call
         self._generating = False
         self._call = 0
         self._turns: HostedTurns | None = None
 
     def start(self, config: Config, folder: Path, threads: int) -> None:
-        """Builds the engine; an error is the answer to every call."""
+        """Builds the engine. If that fails, the error is the answer to every call."""
         try:
             self.build(config, folder, threads)
         except Exception as error:
@@ -79,7 +79,7 @@ class EngineHost:
         prefixes: Any,
         max_turn_tokens: int | None,
     ) -> list[list[Completion]]:
-        """`max_turn_tokens`: that of the caller's `TurnHandler`; None without one."""
+        """See `types.Engine`. `max_turn_tokens`: of the caller's `TurnHandler`; None if the call has no handler."""
         signal = _AbortSignal(self, self._call)
         turns = None if max_turn_tokens is None else HostedTurns(self._call, max_turn_tokens, self.send_turn)
         self._generating, self._turns = True, turns
@@ -98,26 +98,26 @@ class EngineHost:
         raise NotImplementedError
 
     def handled(self, turn: HandledTurn) -> None:
-        """Takes what follows a turn that was sent."""
+        """Receives the result of a turn that `send_turn` sent."""
         if (turns := self._turns) is not None:
             turns.handled(turn)
 
     def abort(self, call: int) -> None:
-        """Ends call number `call` soon, even if it has not begun."""
+        """Sets the abort signal of call number `call`, even if that call has not begun."""
         self.aborted = max(self.aborted, call)
 
     def progress(self) -> int:
-        """Returns another number than the last time, unless the engine generates without checking its abort signal.
+        """Returns a number that changes on every call unless a running `generate` has hung.
 
-        Engines check it before every token and while they wait for results of turns; one that no longer does hangs,
-        although its process is alive.
+        Engines check the abort signal before every token and while they wait for results of turns. If the checks stop,
+        the engine has hung, although its process is alive.
         """
         self.steps += not self._generating
         return self.steps
 
 
 class _AbortSignal:
-    """Whether one call of a host was aborted (`types.AbortSignal`)."""
+    """The abort signal of one call of a host (`types.AbortSignal`)."""
 
     def __init__(self, host: EngineHost, call: int) -> None:
         self._host, self._call = host, call
@@ -132,7 +132,7 @@ def _to_send(error: Exception) -> Exception | str:
 
 
 class ProcessHost(EngineHost):
-    """Hosts an engine for the parent of this process; weights come and go as files (`weight_transfer.py`)."""
+    """Hosts an engine for the parent process. Weights are sent and received as shared files (`weight_transfer.py`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The messages of a hosted engine, and its turns: their `TurnHandler` is in the caller's process.
+"""Messages between a hosted engine and its caller, and the turn handler that forwards turns to the caller.
 
-Not in `engine_host.py`, which is the main module of its process: the caller could not load messages of its classes.
+They are not in `engine_host.py`, because the caller could not unpickle classes of another process's main module.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from trimtab.types import Completion, TurnResult
 
-# The result; the error: a `TrimtabError` as itself, any other exception as its traceback; and `policy_version`,
-# `decoded_tokens` and `prefilled_tokens` of the hosted engine.
+# (result, error, (`policy_version`, `decoded_tokens`, `prefilled_tokens`) of the hosted engine). The error is a
+# `TrimtabError`, or the traceback of any other exception as text.
 CallResult = tuple[Any, Exception | str | None, tuple[int, int, int]]
 
 
 class EndedTurn(NamedTuple):
-    """The arguments of `TurnHandler.submit` in call number `call`; from the host to the caller."""
+    """The arguments of `TurnHandler.submit` in call number `call`. Sent from the host to the caller."""
 
     call: int
     prompt: int
@@ -26,7 +26,7 @@ class EndedTurn(NamedTuple):
 
 
 class HandledTurn(NamedTuple):
-    """What follows a turn of call number `call`; from the caller to the host."""
+    """The result of a turn in call number `call`. Sent from the caller to the host."""
 
     call: int
     prompt: int
@@ -35,7 +35,7 @@ class HandledTurn(NamedTuple):
 
 
 class HostedTurns:
-    """The handler that a hosted engine gets (`types.TurnHandler`). `handled` is called from another thread."""
+    """The `types.TurnHandler` of a hosted engine: asks the caller. `handled` is called from another thread."""
 
     def __init__(self, call: int, max_turn_tokens: int, send: Callable[[EndedTurn], None]) -> None:
         self.max_turn_tokens = max_turn_tokens
@@ -44,7 +44,7 @@ class HostedTurns:
         self._changed = threading.Condition()
 
     def submit(self, prompt: int, sample: int, completion: Completion) -> None:
-        # The caller decides whether the response ends: not known yet, and the engine does not wait for the answer.
+        # Returns None: the caller decides whether the response ends, and the engine does not wait for the answer.
         self._send(EndedTurn(self._call, prompt, sample, completion))
 
     def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
@@ -53,7 +53,7 @@ class HostedTurns:
             return self._results.pop((prompt, sample), None)
 
     def handled(self, turn: HandledTurn) -> None:
-        """Takes a result; one of an earlier call, which was aborted, is ignored."""
+        """Receives a result; ignores results of earlier calls, which were aborted."""
         if turn.call == self._call:
             with self._changed:
                 self._results[turn.prompt, turn.sample] = turn.result

@@ -17,14 +17,15 @@ SHUTDOWN_TIMEOUT = 10.0  # seconds for the process to exit
 
 
 class ProcessTransport:
-    """Starts the process at once; it loads while the caller continues (`remote_engine.Transport`).
+    """Runs an engine in a child process, which starts at once and loads while the caller continues.
 
-    Its output is not shown on the terminal; the last line is quoted when the process dies.
+    Implements `remote_engine.Transport`. The terminal does not show the output of the process; if the process dies, the
+    error quotes the last line.
 
     Args:
         config, folder: the arguments of `factory.build_engine`.
-        threads: processor threads the engine may use.
-        devices: CUDA_VISIBLE_DEVICES of the process; None: that of this process.
+        threads: number of CPU threads that the engine may use.
+        devices: CUDA_VISIBLE_DEVICES of the process; None: as in this process.
     """
 
     def __init__(self, config: Config, folder: Path, *, threads: int, devices: str | None = None) -> None:
@@ -37,7 +38,7 @@ class ProcessTransport:
     def restart(self) -> None:
         self.turns: list[EndedTurn] = []
         self._process = WorkerProcess(WORKER, environment=self._environment)
-        with contextlib.suppress(OSError):  # it has died already: the first call reports that
+        with contextlib.suppress(OSError):  # the process has died already: the first call reports that
             self._process.send(self._start)
 
     @property
@@ -85,7 +86,7 @@ class ProcessTransport:
         self._tell(call)
 
     def _tell(self, content: HandledTurn | int) -> None:
-        with contextlib.suppress(OSError):  # it has died: `wait` reports that
+        with contextlib.suppress(OSError):  # the process has died: `wait` reports that
             self._process.send(content)
 
     def describe(self, what: str) -> str:

@@ -1,4 +1,4 @@
-"""An engine that lives elsewhere: forwards calls, detects hangs, restarts."""
+"""An engine in another process: forwards calls, detects hangs, restarts the process."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from trimtab.trainer.engines.request import NO_WEIGHTS, Prefixes
 from trimtab.types import AbortSignal, Completion, FloatArray, Problem, Prompt, SamplingParams, TurnHandler, TurnResult
 
 POLL_INTERVAL = 0.01  # seconds between checks of the abort signal and of the results of turns
-STALL_THRESHOLD = 1.0  # seconds: polls further apart mean that this process itself was suspended
-HANG_TIMEOUT = 300.0  # seconds
+STALL_THRESHOLD = 1.0  # seconds between two polls after which this process itself must have been suspended
+HANG_TIMEOUT = 300.0  # seconds without a heartbeat
 
 
 class TransportLost(Exception):
-    """The other side died or cannot be reached; the message is a clause that says which, and how."""
+    """The other side died or cannot be reached; the message is a clause that says how."""
 
 
 class Transport(Protocol):
     """A connection to an `EngineHost` in another process. One call at a time is in progress."""
 
-    turns: list[EndedTurn]  # those that `wait` received and nobody has taken
+    turns: list[EndedTurn]  # received by `wait`, not yet taken by the caller
 
     @property
     def pid(self) -> int:
-        """The other side's process, on its machine."""
+        """The process id of the other side, on its machine."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class Transport(Protocol):
         ...
 
     def submit(self, call: int, method: str, *arguments: Any) -> None:
-        """Begins a call of the hosted engine. Raises `TransportLost`, or `TrimtabError` if nothing was sent."""
+        """Starts a call of the hosted engine. Raises `TransportLost`, or `TrimtabError` if nothing was sent."""
         ...
 
     def wait(self, seconds: float) -> CallResult | None:
@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def describe(self, what: str) -> str:
-        """Returns the clause that the other side did `what`."""
+        """Returns a clause for a message: a name of the other side, followed by `what`."""
         ...
 
     def kill(self) -> None:
@@ -71,8 +71,8 @@ class RemoteEngine:
 
     With the same number of threads, tokens and log-probs equal those of the same engine in this process, bit for bit.
     Errors in the engine's specification are raised by the first call at the latest. After `hang_timeout` seconds
-    without a heartbeat a call raises `EngineDeadError`. While the engine generates, heartbeats need new tokens;
-    otherwise they need a running process.
+    without a heartbeat a call raises `EngineDeadError`. While the engine generates, a heartbeat needs a check of the
+    abort signal, as before every token; otherwise it needs a running process.
     """
 
     def __init__(self, transport: Transport, *, hang_timeout: float = HANG_TIMEOUT) -> None:
@@ -101,8 +101,8 @@ class RemoteEngine:
     ) -> list[list[Completion]]:
         """See `types.Engine`. `abort` is checked every 10 ms and takes effect at the next token.
 
-        `turns` is called in this thread. What it raises ends the call and is raised; the engine lives on. Raises
-        `EngineDeadError` if the other side died or sends no heartbeat.
+        `turns` is called in this thread. If it raises, the call is aborted and the exception raised again; the engine
+        stays usable. Raises `EngineDeadError` if the other side died or sends no heartbeat.
         """
         self._require_weights()
         limit = None if turns is None else turns.max_turn_tokens
@@ -128,9 +128,9 @@ class RemoteEngine:
         return self._call("weight_checksums")
 
     def restart(self) -> None:
-        """Starts a new process if there is none; it has no weights, and `policy_version` is 0 again.
+        """Starts a new process if there is none. It has no weights, and `policy_version` is 0 again.
 
-        Raises `EngineDeadError` if the new one was lost too.
+        Raises `EngineDeadError` if the new process was lost too.
         """
         if self._closed:
             raise TrimtabError("the engine was closed: build another one")
@@ -159,7 +159,7 @@ class RemoteEngine:
             try:
                 (value, error, state), failure = self._wait(turns, abort)
             except BaseException:
-                self._discard()  # its answer must not be taken for that of the next call
+                self._discard()  # a late answer must not be taken for the answer to the next call
                 raise
         except TransportLost as lost:
             self._discard()
@@ -181,7 +181,7 @@ class RemoteEngine:
     def _wait(self, turns: TurnHandler | None, abort: AbortSignal | None) -> tuple[CallResult, Exception | None]:
         """Waits for the end of the call; forwards turns, their results and the abort signal.
 
-        Returns its answer, and what the handler of the turns raised, after which the call was aborted. Raises
+        Returns the answer, and the exception of the turn handler, if it raised one and the call was aborted. Raises
         `TransportLost` if the other side died or hangs.
         """
         waiting: list[tuple[int, int]] = []
@@ -212,11 +212,11 @@ class RemoteEngine:
                 raise TransportLost(self.transport.describe(what))
 
     def _forward(self, handler: TurnHandler, waiting: list[tuple[int, int]]) -> None:
-        """Submits the turns that ended, and sends the results that are known now; `waiting` are those without one."""
+        """Submits the turns that ended and sends the results that are known; `waiting` lists turns without a result."""
         ended, self.transport.turns = self.transport.turns, []
         for call, prompt, sample, completion in ended:
             if call != self._calls:
-                continue  # of an earlier one, which was aborted
+                continue  # of an earlier call, which was aborted
             finish = handler.submit(prompt, sample, completion)
             if finish is None:
                 waiting.append((prompt, sample))
@@ -233,5 +233,5 @@ class RemoteEngine:
 
 
 def _asked(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns prompts without their answers, which stay here; what else a problem holds may not be picklable."""
+    """Returns prompts without answers, which stay here, and without other fields, which may not be picklable."""
     return [Prompt(Problem(prompt.problem.id, "", ""), prompt.text, prompt.ids) for prompt in prompts]

@@ -29,9 +29,9 @@ CONNECT_TIMEOUT = 4.0
 # Seconds without data before the kernel's first probe, seconds between probes, and number of probes: a machine that has
 # crashed is noticed in a minute, rather than when the request times out.
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-# Characters of a server's text in a message.
+# Number of characters of a server's text that a message quotes.
 EXCERPT_LENGTH = 300
-# Bytes of an answer without sampled tokens.
+# Bytes of the largest answer, apart from sampled tokens.
 MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -60,8 +60,8 @@ class Answer(BaseModel):
 class Connection:
     """A client of the base URL `url` with one TCP connection at a time; `timeout` is in seconds and covers one call.
 
-    A TCP connection ends in one server process. `stream` stands for the connection of the last answer (None before the
-    first and after an error): as long as it is the same object, the same process has answered.
+    A TCP connection belongs to one server process. `stream` identifies the TCP connection of the last answer (None
+    before the first answer and after an error): while it is the same object, the same process answers.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -84,9 +84,9 @@ class Connection:
         body: Mapping[str, Any] | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> AnswerType:
-        """Returns the answer to `call`, read as an `answer`.
+        """Returns the answer to `call`, parsed as an instance of the class `answer`.
 
-        Raises `WrongAnswer` if it is not JSON, or a key is missing or has a value of another type or range.
+        Raises `WrongAnswer` if it is not JSON, or a key is missing or has a value of a wrong type or range.
         """
         content = await self.call(path, body, max_bytes)
         try:
@@ -99,9 +99,10 @@ class Connection:
             ) from error
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
-        """Returns the answer to a POST of `body`, or to a GET without one.
+        """Returns the answer to a POST of `body`, or to a GET if `body` is None.
 
-        Raises `WrongAnswer` if it has more than `max_bytes`, or is compressed, which was not asked for.
+        Raises `ServerUnavailable` for a temporary failure, `RequestRejected` for another error status, and
+        `WrongAnswer` if the answer has more than `max_bytes` or is compressed.
         """
         url, self.stream = f"{self.url}{path}", None
         try:
@@ -159,7 +160,7 @@ def check_url(url: str) -> str:
 
 
 def authorization() -> dict[str, str]:
-    """Returns the header with which servers are asked, where the environment has one."""
+    """Returns the authorization header of requests; empty if the environment sets none."""
     value = os.environ.get(AUTHORIZATION, "").strip()
     if not value.isascii() or not value.isprintable():
         raise TrimtabError(f"{AUTHORIZATION} has characters that a header cannot have: write it like 'Bearer KEY'")
@@ -177,14 +178,14 @@ def _ssl_context() -> ssl.SSLContext:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Returns the error of the operating system, which names the reason, where there is one."""
+    """Returns the innermost cause of an error, such as the error of the operating system, which names the reason."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
 
 
 async def _read(response: httpx2.Response, url: str, max_bytes: int) -> bytes:
-    """Returns the body of a response, of which no more than `max_bytes` and one network read are ever held."""
+    """Returns the body of a response; never holds more than `max_bytes` plus one network read in memory."""
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() not in ("identity", ""):
         raise WrongAnswer(f"{url} answered with Content-Encoding {excerpt(encoding)!r}, which was not asked for")

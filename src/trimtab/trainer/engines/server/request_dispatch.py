@@ -27,7 +27,7 @@ from trimtab.types import AbortSignal
 POLL_INTERVAL = 0.02
 # Failed checks after which a server counts as lost; four seconds in all, so that short failures do not count.
 MAX_FAILED_CHECKS = 5
-# A request that failed this often fails the call: it may itself be what makes the servers fail.
+# A request that failed this often fails the call: the request itself may make the servers fail.
 MAX_ATTEMPTS = 8
 
 
@@ -45,10 +45,10 @@ class RequestDispatch:
     """The requests of one generate call, sent to all servers.
 
     Each server gets a contiguous part of the responses, so that the samples of a prompt share its prefix cache; a
-    server without requests takes from the end of the longest queue. The next turn of a response goes to the server that
-    sampled the last one, unless that server is busy and another one is not. A request is in a queue, with exactly one
-    worker, or done at any time: none is lost and none is answered twice, whatever happens to a server. `known` are
-    results of a call that failed, which are not requested again.
+    server without requests takes them from the end of the longest queue. The next turn of a response goes to the server
+    that sampled the previous turn, unless that server is busy and another is not. At any time, a request is in a queue,
+    with exactly one worker, or done: none is lost and none is answered twice, whatever happens to a server. `known`
+    holds results of a call that failed; they are not requested again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestDispatch:
         notify: Callable[[str], None],
         known: Mapping[CompletionRequest, CompletionResult],
     ) -> None:
-        self.results: dict[CompletionRequest, CompletionResult] = {}  # `known` ones that were used included
+        self.results: dict[CompletionRequest, CompletionResult] = {}  # includes the `known` results that were used
         self.aborted = False  # whether the abort signal was set; then no further request is sent
         self._known, self._servers, self._weights, self._settings = known, servers, weights, settings
         self._notify = rate_limited(notify)
@@ -68,12 +68,12 @@ class RequestDispatch:
         self._answered_by: dict[int, int] = {}  # response -> server of its last turn
         self._idle = [0] * len(servers)  # workers that wait for a request
         self._in_check = set[InferenceServer]()  # servers that failed a request
-        self._added = asyncio.Event()  # of this moment: replaced whenever a request is added
+        self._added = asyncio.Event()  # set, then replaced, whenever a request is added
 
     async def run(self, responses: Sequence[Coroutine[Any, Any, object]], abort: AbortSignal | None) -> None:
-        """Runs all responses to their end; they call `ask`.
+        """Runs the coroutines of all responses to their end. They call `ask` for each request.
 
-        After `abort`, requests that had been sent are answered with the tokens sampled so far, others with None.
+        After `abort`, requests that were sent are answered with the tokens sampled so far, other requests with None.
         Raises `EngineDeadError` if all servers were lost and none came back.
         """
         self._responses = len(responses)
@@ -107,7 +107,7 @@ class RequestDispatch:
         return await queued.result
 
     async def _watch(self, abort: AbortSignal | None) -> None:
-        """Waits for the abort signal. Then sends nothing more and aborts what was sent."""
+        """Waits for the abort signal; then sends no further request and aborts the requests that were sent."""
         while abort is None or not abort.is_set():
             await asyncio.sleep(POLL_INTERVAL)
         self.aborted = True
@@ -137,7 +137,7 @@ class RequestDispatch:
                     queued.result.set_result(result)
 
     async def _take(self, index: int) -> _Queued:
-        """Waits for a request in the queue of server `index`, or in another one whose own workers are all busy."""
+        """Waits for a request and returns it: from server `index`'s queue, or from one whose workers are all busy."""
         server, own = self._servers[index], self._queues[index]
         while True:
             if server in self._in_check:
@@ -160,7 +160,7 @@ class RequestDispatch:
     def _requeue(self, queued: _Queued, queue: deque[_Queued], reason: ServerUnavailable) -> None:
         """Puts an unanswered request back to the front of its server's queue, where other servers may take it.
 
-        A request that was not sent has not failed: all connections of a lost server may take it one after the other.
+        `WrongWeights` does not count as a failure, because the request was not sent: all connections may take it.
         """
         queued.failures += not isinstance(reason, WrongWeights)
         if isinstance(reason, WrongAnswer):

@@ -1,7 +1,7 @@
-"""An engine over running inference servers on any machines: vLLM `serve` or SGLang.
+"""An engine over running inference servers on any machines: `vllm serve` or SGLang.
 
-`CallResponses` makes the requests of one generate call and appends the results. A response of several turns has a
-request for each turn, with all ids so far.
+`CallResponses` makes the requests of one generate call and appends the results. A multi-turn response has one request
+for each turn, with all ids so far.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingP
 class ServerEngine:
     """Samples from all servers of `config.server.urls` together (`types.Engine`).
 
-    Each response is one request, and in a multi-turn response each turn is.
+    Each response is one request; in a multi-turn response, each turn is one request.
 
     Unfinished requests of a failed server move to the others. A server that returns gets the current weights and takes
     requests again. If all servers are lost, a call waits `reconnect_timeout` seconds for the first to return, then
-    raises `EngineDeadError`. Answers are kept: only the other requests are sent again, from their beginning and with
-    the same seed. This also holds for a call that is repeated after `EngineDeadError` under the same weights.
+    raises `EngineDeadError`. Only unanswered requests are sent again, from their beginning and with the same seed. This
+    also holds for a call that is repeated after `EngineDeadError` under the same weights.
 
-    Equal arguments and weights give equal tokens only as far as the servers' numerics allow: results depend on the
-    other requests in their batches, and SGLang uses seeds only with an option. `policy_version` starts at 0.
+    Equal arguments and weights may give different tokens: a server's numerics depend on the other requests in its
+    batch, and SGLang uses seeds only with an option. `policy_version` starts at 0.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class ServerEngine:
 
         Args:
             model_folder: config files of the model the servers were started with; no weights are read.
-            notify: called with a line of text, from any thread, when servers are waited for and every few seconds while
-                the wait lasts; default: a `TrimtabWarning`. The attribute may be replaced later.
+            notify: called with a line of text, from any thread, every few seconds while this engine waits for servers;
+                default: a `TrimtabWarning`. The attribute may be replaced later.
         """
         self.notify = notify or _warn
         settings = config.server
@@ -77,7 +77,7 @@ class ServerEngine:
         protocol: ServerProtocol = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
         self._servers = [InferenceServer(check_url(url), protocol, settings.timeout, self._vocabulary) for url in urls]
         self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
-        # Of the last call, if it raised `EngineDeadError`, and the version of the weights that sampled them.
+        # Weight version and results of the last call, if it raised `EngineDeadError`; otherwise without results.
         self._known: tuple[int, dict[CompletionRequest, CompletionResult]] = (0, {})
         self._calls = 0
         run(wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, wait_for_all=True))
@@ -85,7 +85,7 @@ class ServerEngine:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence of the servers in tokens; None where they do not report it."""
+        """The longest sequence that the servers accept, in tokens; None if they do not report it."""
         return self._model.context
 
     def generate(
@@ -157,7 +157,7 @@ class ServerEngine:
         return [np.asarray(dispatch.results[request].logp, dtype=np.float32) for request in requests]
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:  # noqa: ARG002
-        """Loads named weights into every server that is alive; others get them when they are back.
+        """Loads named weights into every server that is alive; lost servers get the weights when they return.
 
         `as_is` has no effect, because weights are never quantized here. Raises `EngineDeadError` if no server is left.
         """
@@ -216,10 +216,10 @@ class CallResponses:
     stop: StopChecker
     stop_ids: tuple[int, ...]  # the tokens that end a response or a turn
     turns: TurnHandler | None
-    name: str  # of the call, unique among those of all trainers
+    name: str  # of the call, unique among all calls of all trainers
 
     async def sample(self, dispatch: RequestDispatch, abort: AbortSignal | None) -> None:
-        """Samples all responses; those that are not complete afterwards were aborted."""
+        """Samples all responses; responses that are not complete afterwards were aborted."""
         rows = [row for row in self.rows if not row.complete]
         await dispatch.run([self._respond(row, index, dispatch) for index, row in enumerate(rows)], abort)
 
@@ -240,7 +240,7 @@ class CallResponses:
             name=f"{self.name}-{row.prompt}-{row.sample}-{len(row.ids)}",
             ids=(*self.prompts[row.prompt].ids.tolist(), *row.ids),
             max_tokens=self._room(row),
-            # A server uses the random numbers of a seed from the first one on: another seed for another length.
+            # A server starts every seed at its first random number, so the seed depends on the length so far.
             seed=request_seed(self.seed, row.prompt, row.sample, len(row.ids)),
             sampling=self.sampling,
             stop_ids=self.stop_ids,
@@ -267,7 +267,7 @@ class CallResponses:
         return row.room(self.sampling.max_tokens, None if self.turns is None else self.turns.max_turn_tokens)
 
     async def _end_turn(self, row: DecodingRow, dispatch: RequestDispatch) -> None:
-        """Completes a response at the end of its turn, or appends what follows the turn once that is known."""
+        """Ends a turn: completes the response, or waits for the observation and appends it."""
         row.submit_turn(self.turns, self.version, self.stop)
         if self.turns is None or row.complete:
             return

@@ -20,21 +20,21 @@ from trimtab.trainer.engines.server.server_protocol import (
     check_result,
 )
 
-# Seconds for answers to health and weight queries and to aborts: a busy server answers late, one that hangs never.
+# Seconds for answers to health and weight queries and to aborts: a busy server answers late, a hung server never.
 CONTROL_TIMEOUT = 30.0
 # Seconds between two checks of a server that does not answer: the first, doubled up to the maximum.
 INITIAL_BACKOFF, MAX_BACKOFF = 0.25, 5.0
 # Seconds between two messages about a wait.
 NOTIFY_INTERVAL = 5.0
-# Seconds between two aborts of a server: a request may arrive after one.
+# Seconds between two aborts of a server: a request may arrive after an abort.
 ABORT_RETRY_INTERVAL = 1.0
-# How often in a row a server is given weights that it then does not report as its own.
+# Uploads in a row after which a server may still report other weights; then a call fails.
 MAX_WEIGHT_UPLOADS = 5
-# How many wrong answers to requests a server may give in a row.
+# Wrong answers to requests in a row after which a call fails.
 MAX_WRONG_ANSWERS = 5
-# Tokens that show whether log-probs are those of the sampled distribution.
+# Tokens that are sampled to check whether log-probs are those of the sampled distribution.
 PROBE_TOKENS = 8
-# Status of a completion request to a server whose model process is dying. For a control route: the command failed.
+# Status of completion requests while the model process of a server dies. On a control route: the command failed.
 INTERNAL_SERVER_ERROR = 500
 
 
@@ -43,7 +43,7 @@ class WrongWeights(ServerUnavailable):
 
 
 class InferenceServer:
-    """The client of one server. `model` and `label` (of the weights) must not change after the first check."""
+    """The client of one server. After the first check, the server must report `model` and the weights' `label`."""
 
     def __init__(self, url: str, protocol: ServerProtocol, timeout: float, vocabulary: int) -> None:
         self.url = url
@@ -52,22 +52,22 @@ class InferenceServer:
         self.model: Model | None = None
         self.label: str | None = None
         self.checks = 0
-        # Held by the connection that checks the server. A lock belongs to one event loop, so each call renews it.
+        # Held by the connection that checks the server. A lock belongs to one event loop, so each call makes a new one.
         self.lock = asyncio.Lock()
         self._timeout = timeout
         self._vocabulary = vocabulary
         self._failed_uploads = 0  # consecutive uploads after which the server did not report the uploaded weights
         self._wrong_answers = 0  # consecutive
-        self._processed = False
+        self._processed = False  # whether log-probs were found to be those of the sampled distribution
 
     def connect(self) -> aclosing[Connection]:
         return aclosing(Connection(self.url, self._timeout))
 
     async def request(self, connection: Connection, request: CompletionRequest) -> CompletionResult:
-        """Returns one response over a connection of `connect`.
+        """Returns the result of a request, sent over a connection of `connect`.
 
-        The label of the weights is read over every new TCP connection before it carries a request, and a result counts
-        only if it came over that same TCP connection: a restarted server would answer with the weights it started from.
+        Every new TCP connection first reads the label of the weights, and a result counts only if it came over the same
+        TCP connection: a restarted server would answer with the weights that it started from.
 
         Raises:
             ServerUnavailable: the request may be sent again; `WrongAnswer` if the answer was wrong.
@@ -117,7 +117,7 @@ class InferenceServer:
         self._failed_uploads = 0
 
     async def _check_processed(self, connection: Connection, request: CompletionRequest) -> None:
-        """Checks, once after each health check, that log-probs are those of the distribution that is sampled."""
+        """Checks, once after each health check, that log-probs are those of the sampled distribution."""
         async with self.lock:
             if self._processed:
                 return
@@ -134,7 +134,7 @@ class InferenceServer:
             )
 
     async def abort(self) -> None:
-        """Aborts all requests of the server again and again, until canceled."""
+        """Aborts all requests of the server repeatedly, until the task is canceled."""
         while True:
             try:
                 async with aclosing(Connection(self.url, CONTROL_TIMEOUT)) as connection:
@@ -144,7 +144,7 @@ class InferenceServer:
             await asyncio.sleep(ABORT_RETRY_INTERVAL)
 
     async def check_and_update(self, weights: Path | None) -> None:
-        """Checks health and model, and loads `weights` where the server reports others.
+        """Checks health and model, and loads `weights` if the server reports other weights.
 
         Raises `ServerUnavailable` if it does not answer now, and `TrimtabError` if it serves another model, does not
         load the weights, or never reports them as its own.
@@ -171,7 +171,7 @@ class InferenceServer:
         self.checks += 1
 
     async def load(self, weights: Path, label: str) -> None:
-        """Loads the weights in a folder into the server. Raises `ServerUnavailable` if it fails meanwhile."""
+        """Loads the weights in a folder into the server. Raises `ServerUnavailable` if the server fails meanwhile."""
         self.label = label
         try:
             async with self.connect() as connection:
@@ -205,7 +205,7 @@ async def wait_for_servers(
     *,
     wait_for_all: bool,
 ) -> None:
-    """Waits until one server works, or all of them with `wait_for_all`; `notify` gets a line every few seconds."""
+    """Waits until one server works, or all if `wait_for_all`; calls `notify` with a line every few seconds."""
     deadline, backoff, notify = time.monotonic() + timeout, INITIAL_BACKOFF, rate_limited(notify)
     while True:
         unavailable = await _gather(server.check_and_update(weights) for server in servers)
@@ -238,7 +238,7 @@ async def load_weights(servers: Sequence[InferenceServer], folder: Path, label: 
 
 
 async def _gather(calls: Iterable[Awaitable[None]]) -> list[ServerUnavailable]:
-    """Runs all calls at once, to their end; returns the temporary failures and raises the first other error."""
+    """Runs all calls concurrently to their end; returns temporary failures, and raises the first other error."""
     errors = [error for error in await asyncio.gather(*calls, return_exceptions=True) if error is not None]
     for error in errors:
         if not isinstance(error, ServerUnavailable):

