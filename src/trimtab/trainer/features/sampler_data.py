@@ -1,4 +1,4 @@
-"""What the sampler returns with a token beside its log-prob, passed to the trainer's forward.
+"""Passes what the sampler returns for each token, besides its log-prob, to the trainer's forward.
 
 - `SamplingMask`: the tokens that truncated sampling allowed (docs/results/experiments.md).
 - `TopLogprobs`: the most probable ids, for objectives that center scores.
@@ -53,7 +53,7 @@ class TopLogprobs(Feature):
 
 
 def _validated_top(trajectory: Trajectory) -> TopTokens:
-    """Returns the most probable ids of a response; raises `TrimtabError` where they are missing or no probabilities."""
+    """Returns a response's most probable ids; raises `TrimtabError` if they are missing or their mass exceeds 1."""
     top, name = trajectory.completion.top, f"response to {trajectory.prompt.problem.id!r}"
     if top is None:
         raise TrimtabError(
