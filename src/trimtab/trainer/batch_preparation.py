@@ -66,7 +66,7 @@ class Batch:
 
 
 def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Batch:
-    """Returns the packed groups with fixed policies' log-probs and advantages, without rows that are not finite."""
+    """Returns the groups as a packed batch, with fixed policies' log-probs and advantages, without non-finite rows."""
     rows = [trajectory for group in groups for trajectory in group]
     dropped = 0
     start = time.perf_counter()

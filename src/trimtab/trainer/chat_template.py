@@ -1,7 +1,7 @@
 """Renders a tokenizer's chat template. A template that fails or does not end raises an error of one line.
 
-transformers renders in jinja's immutable sandbox: a template can use text, numbers and lists, but nothing else
-of Python. The sandbox limits a single `range` but not nested loops, so this module limits the time. A single operation,
+transformers renders in jinja's immutable sandbox: a template can use text, numbers and lists, but nothing else of
+Python. The sandbox limits a single `range` but not nested loops, so this module limits the time. A single operation,
 such as a huge power, is not interrupted, and memory is not limited.
 """
 

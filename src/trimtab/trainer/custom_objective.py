@@ -16,8 +16,8 @@ from trimtab.trainer.config import Config, parse_config
 def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Objective]:
     """Returns the recipe as its config.toml records it, and the objective of the run.
 
-    The recipe records the name and keywords of a preset; for a `module:function` also the equation; for an objective
-    given in code its name, equation and `repr`. Resuming compares them, and a report prints the recorded equation.
+    It records the keywords of a preset, with a `module:function` also its equation, and the equation and `repr` of an
+    objective in code. Resuming compares these, and reports print the equation without running the user's code.
     """
     section = config.objective
     if given is not None:

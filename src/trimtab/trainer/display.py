@@ -123,7 +123,7 @@ class RunsDisplay:
         self._bar, self._task = bar, bar.add_task("runs", total=None)
         self._steps: dict[str, int] = {}
         self._cost: dict[str, float] = {}
-        self._share: dict[str, float] = {}  # done of each unfinished run
+        self._share: dict[str, float] = {}  # finished share of each run that is not done
 
     def planned(self, recipes: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         self._steps = {name: config.trainer.steps for name, config in recipes.items()}

@@ -29,7 +29,7 @@ from trimtab.types import Engine
 
 
 def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
-    """Returns the leader's run directory, or on other ranks a view of it. All ranks raise the errors of `make`."""
+    """Returns `make()` on the leader, a view of the run directory on other ranks. All ranks raise errors of `make`."""
     ranks = current_ranks()
     directory = ranks.run_on_all_ranks(lambda: make() if ranks.is_leader else None)
     return FollowerRunDirectory(folder) if directory is None else directory

@@ -66,10 +66,9 @@ class Guard:
         return max(1, self._sync_every >> self.state.returns)
 
     def begin(self, trainer: snapshot.TrainerState) -> None:
-        """Saves the policy of a new run, or reads the logged steps of a resumed run. Called before the first step.
+        """Saves the policy of a new run, or reads the logged steps of a resumed run.
 
-        Returns to an earlier policy if the resumed run was killed between a failed step and its return. Raises
-        `DivergedError` if the guard has ended the run.
+        Then returns if the run was killed after a failed step, or raises `DivergedError` if the guard has ended it.
         """
         if not self.is_on:
             return
@@ -127,7 +126,7 @@ class Guard:
             self.state.failed = [*Sign("nonfinite", "nonfinite", str(error), step)]
 
     def return_if_failed(self, trainer: snapshot.TrainerState) -> bool:
-        """Goes back to an earlier policy if a step failed, and says so. Raises `DivergedError` the last time."""
+        """Returns whether a step failed; if so, goes back to an earlier policy. Raises `DivergedError` if exhausted."""
         if not self.state.failed:
             return False
         self.act(trainer, Sign(*self.state.failed))
@@ -221,7 +220,7 @@ class Guard:
 
 
 class KeptSteps:
-    """The evaluations of a run, and its steps without discarded ones, in the form that the monitor's rules read.
+    """The evaluations and the steps (without discarded ones) of a run, in the form that the monitor's rules read.
 
     task: the trained task, whose held-out accuracy is read.
     """

@@ -48,7 +48,7 @@ class Learner:
     reference: nn.Module | None = None
     features: Sequence[Feature] = ()
     updates: int = 0  # completed optimizer updates
-    bad_in_a_row: int = 0  # the latest consecutive updates that were not finite
+    bad_in_a_row: int = 0  # number of consecutive updates, up to the latest, that were not finite
     micro_batch_tokens: int | None = None  # None until the first batch, whose lengths "auto" reads
     lr_factor: float = 1.0  # multiplies the learning rate of the schedule
     decay_from: int | None = None  # update from which the rate also falls linearly, to 0 at the end of the run

@@ -34,7 +34,7 @@ class Observer(Protocol):
         """Called after each step with the object that was written to metrics.jsonl."""
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
-        """Called with the greedy accuracy in [0, 1] on held-out problems before or after training, or after a step."""
+        """Called with the greedy accuracy in [0, 1] on held-out problems, before or after training or after a step."""
 
     def message(self, text: str) -> None:
         """Called with one line of text for the user."""

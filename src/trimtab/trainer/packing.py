@@ -34,7 +34,7 @@ class MicroBatch:
     behavior: torch.Tensor  # float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations
     turn: torch.Tensor  # int64, number of the model turn from 0, as `Completion.turn`; -1 at padding
     off_policy: torch.Tensor  # bool, True at tokens of external traces
-    age: torch.Tensor  # int64, in steps: 1 if the policy at the start of this step sampled it, 2 if the one before
+    age: torch.Tensor  # int64, in steps: 1 for tokens of this step's first policy, 2 for the policy a step earlier
     advantage: torch.Tensor  # or (rows, 1); NaN until computed, so that a loss that reads it too early is NaN
     proximal: torch.Tensor | None = None  # float32 log-probs; None until scored
     reference: torch.Tensor | None = None  # float32 log-probs; None until scored

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 HEARTBEAT_INTERVAL = 1.0  # seconds between heartbeats, and between checks of the parent
 TRANSFER_TIMEOUT = 300  # seconds without progress after which a transfer of a message fails
-OUTPUT_TAIL_BYTES = 4096  # the end of the child's output, in which its last line is searched
+OUTPUT_TAIL_BYTES = 4096  # bytes at the end of the child's output in which to find its last line
 # Set by torchrun and removed from the child's environment: the child is not a rank. torch.distributed started in it (by
 # vLLM) would otherwise join the trainer's ranks and wait for their store.
 TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME"}
@@ -211,7 +211,7 @@ def _as_socket(connection: Connection) -> socket.socket:
 
 
 def _limit_transfers(connection: Connection) -> None:
-    """Makes the connection raise `BlockingIOError` when no byte moves for a while in the middle of a message."""
+    """Makes the connection raise `BlockingIOError` if a message makes no progress for `TRANSFER_TIMEOUT` seconds."""
     with _as_socket(connection) as end:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TRANSFER_TIMEOUT, 0))

@@ -135,9 +135,9 @@ def _world_size() -> int:
 def join() -> Iterator[RankGroup]:
     """Joins the process group of the ranks that torchrun started (gloo on CPU, nccl between GPUs).
 
-    Yields `SINGLE_RANK` for a run of one process. A nested call does not join again. Inside, the ranks that
-    notice the loss of a rank raise `TrimtabError`. Also raises it if torchrun's environment variables are incomplete or
-    invalid, or if there are fewer GPUs than local ranks.
+    Yields `SINGLE_RANK` for a run of one process. A nested call does not join again. Inside, the ranks that notice the
+    loss of a rank raise `TrimtabError`. Also raises it if torchrun's environment variables are incomplete or invalid,
+    or if there are fewer GPUs than local ranks.
     """
     global _current
     size = _world_size()

@@ -51,7 +51,7 @@ def _objective_contradictions(config: Config, objective: Objective) -> Iterator[
             'token-bypass, m2po, ...), or set trainer.proximal = "snapshot" or max_lag = 0'
         )
     if config.routing.replay == "proximal" and ("proximal" not in objective.needs or trainer.updates_per_step == 1):
-        # With a single update, its own forward is the proximal pass, and would replay its own choice.
+        # With a single update, the training forward is the proximal pass: it would replay its own choice.
         yield (
             'routing.replay = "proximal" records experts in the proximal pass, and there is none with objective '
             f"{name!r} and {trainer.updates_per_step} updates of a batch: raise trainer.minibatches or trainer.epochs "

@@ -57,9 +57,8 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
 def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
     """Returns the folder of a warm-started laboratory model; the first call trains it, in seconds or two minutes.
 
-    The folder name has a digest of the recipe and Trimtab's version. The recipe `run` sets `[sft]` of the warm start,
-    and its task if the model's characters can write it. Runs that differ only in their seed share one model, unless
-    `sft.seed` is given.
+    The folder name has a digest of the recipe and Trimtab's version. `run` sets `[sft]` and, if the model's characters
+    can write it, the task. Runs that differ only in their seed share one model, unless `sft.seed` is given.
     """
     config = load_config(name if name in (TOOLS, LONG) else LABORATORY, [f"model.path={name}"])
     if run is not None:

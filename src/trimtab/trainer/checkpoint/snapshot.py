@@ -50,8 +50,8 @@ class TrainerState(Protocol):
 def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = True) -> None:
     """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
 
-    evaluated: the evaluation of this step. wait: return when the checkpoint is on the disk; otherwise a thread
-    waits for that and then gives it its final name. A step that may be the best so far needs `wait`.
+    evaluated: the evaluation of this step. wait: return when the checkpoint is on the disk; otherwise a thread waits
+    for that and then gives it its final name. A step that may be the best so far needs `wait`.
     """
     run = trainer.run
     current_ranks().run_on_all_ranks(run.finish_saving)

@@ -50,7 +50,7 @@ def unflatten_state(tensors: Mapping[str, Tensor], data: Any) -> Any:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and persistent buffers by name, tied ones by their first name only, as in Hugging Face files."""
+    """Returns parameters and persistent buffers by name, tied ones once by the first name, as in Hugging Face files."""
     first: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # keep_vars: tied names share one object
         first.setdefault(id(tensor), (name, tensor.detach()))

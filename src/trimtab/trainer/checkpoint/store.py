@@ -183,7 +183,7 @@ def latest(
 
 
 def delete_old(root: Path, keep: int, needed: Collection[int] = ()) -> None:
-    """Deletes checkpoints except the newest `keep` (at least 1), the best, and those of the steps `needed`."""
+    """Deletes checkpoints except the newest `keep` (at least 1), the best, and the checkpoints of steps `needed`."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     if not current_ranks().is_leader:

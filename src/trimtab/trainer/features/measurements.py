@@ -115,9 +115,9 @@ class CanaryFeature(Feature):
 class PolicyKL(Feature):
     """Measures how far a step's updates move the policy, on the step's last mini-batch and without perturbation.
 
-    Scores it before the first and after the last update, every `diagnose.every` steps, by absolute step number, so
-    that a resumed run measures the same steps. The log-probs before the updates come from the proximal pass if it used
-    the current weights, else from an additional forward. Every rank runs the same number of forwards.
+    Scores it before the first and after the last update, every `diagnose.every` steps, by absolute step number, so that
+    a resumed run measures the same steps. The log-probs before the updates come from the proximal pass if it used the
+    current weights, else from an additional forward. Every rank runs the same number of forwards.
     """
 
     def __init__(self, config: Config, ranks: RankGroup) -> None:

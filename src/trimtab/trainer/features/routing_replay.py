@@ -30,7 +30,7 @@ class RoutingReplay(Feature):
 
     def __init__(self, replay: str, experts: RouterInfo) -> None:
         self.replay, self.experts = replay, experts
-        self._counts: list[torch.Tensor] = []  # of each micro-batch, left on the device to not wait for it
+        self._counts: list[torch.Tensor] = []  # of each micro-batch, on the device: nothing waits for it
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         if self.replay == "proximal":

@@ -108,7 +108,7 @@ def model_parts(model: Any) -> ModelParts:
 
 
 class DecoderStack(NamedTuple):
-    """The decoder layers in order, and the norms that follow the last one."""
+    """The decoder layers in order, and the norms that follow the last layer."""
 
     layers: tuple[nn.Module, ...]
     final_norms: tuple[nn.Module, ...]

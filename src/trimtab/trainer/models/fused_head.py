@@ -1,10 +1,9 @@
 """Log-prob and entropy of given tokens from hidden states, computed in tiles without storing all logits.
 
-Forward and backward iterate over tiles of tokens x vocabulary. A small micro-batch keeps its logits for
-the backward. In a larger one only one tile of logits exists at a time, and the backward recomputes it. The sum of
-exponentials is updated tile by tile (online softmax, Milakov and Gimelshein 2018), so that the vocabulary can be split
-as well as the tokens: each row of the weight is read once and its gradient written once, not accumulated for every
-group of tokens.
+Forward and backward iterate over tiles of tokens x vocabulary. A small micro-batch keeps its logits for the backward.
+In a larger one only one tile of logits exists at a time, and the backward recomputes it. The sum of exponentials is
+updated tile by tile (online softmax, Milakov and Gimelshein 2018), so that the vocabulary can be split as well as the
+tokens: each row of the weight is read once and its gradient written once, not accumulated for every group of tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from trimtab.trainer.models.noise import normals
 # One tile: 4 MiB in float32. Products of smaller tiles are slow, larger tiles do not fit the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
-# On an accelerator both are larger by this factor: launching a tile's dozen kernels takes longer than a small tile.
+# Factor of both on an accelerator, where launching a tile's dozen kernels takes longer than computing a small tile.
 ACCELERATED = 4
 # Logits of up to this many bytes are kept: computing them again is about a quarter of the head's work.
 KEPT_LOGITS = 1 << 28
@@ -172,7 +171,7 @@ class _TiledScores(torch.autograd.Function):
                     logsumexp_squares[tokens] = _add(logsumexp_squares[tokens], 2 * logits, options)
                 old, new = logsumexp[tokens], _add(logsumexp[tokens], logits, options)
                 if options.entropy:
-                    # Relative to the running total: raw logits would cancel.
+                    # Relative to the running total: sums of raw logits would cancel.
                     logits.sub_(new[:, None])
                     entropy_part = logits.exp().mul_(logits.masked_fill_(logits == -torch.inf, 0)).sum(-1)
                     shift = old - new
@@ -287,7 +286,7 @@ def _slope(
 
 
 def _pick(logits: Tensor, ids: Tensor, vocab: slice) -> Float[Tensor, "tokens n"]:
-    """Returns the logits of each token's ids where they are in this tile, else 0."""
+    """Returns the logit of each of a token's ids; 0 for ids outside of this tile."""
     local = ids - vocab.start
     inside = (local >= 0) & (local < logits.shape[1])
     return logits.gather(1, local.clamp(0, logits.shape[1] - 1)).where(inside, 0)
@@ -300,7 +299,7 @@ def _add_at(grad: Tensor, ids: Tensor, vocab: slice, values: Float[Tensor, "toke
 
 
 def sampling_mask_tile(kept: Int[Tensor, "tokens k"], vocab: slice) -> Bool[Tensor, "tokens vocab"]:
-    """Returns True for the ids of this tile that are in each token's sampling mask."""
+    """Returns a mask that is True for the ids of this tile that are in a token's sampling mask."""
     size = vocab.stop - vocab.start
     local = kept - vocab.start
     # Ids of other tiles and padding go to an additional last column.

@@ -59,8 +59,8 @@ PADDING, END, UNKNOWN = " ", ".", "?"
 def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns an untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
-    `name` is one of `NAMES`. The tokenizer adds no tokens: each character is one token, `.` ends a text, ` ` pads,
-    any other character is `?`.
+    `name` is one of `NAMES`. The tokenizer adds no tokens: each character is one token, `.` ends a text, ` ` pads, any
+    other character is `?`.
     """
     settings = _config(_DESIGNS[name])
     settings._attn_implementation = PACKED_IMPLEMENTATION

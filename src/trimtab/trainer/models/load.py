@@ -50,7 +50,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
     """Loads a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
     `path` is the bundled model's name (`BUNDLED`), one of the laboratory models (untrained, their weights drawn from
-    `seed`), a local folder, or an HF id. `dtype` is that of the master weights, whatever the files have. Dropout is
+    `seed`), a local folder, or an HF id. `dtype` is for the master weights, whatever the files have. Dropout is
     disabled: a log-prob that changes between two forwards makes every importance ratio wrong. The tokenizer has a
     padding token of the vocabulary (its own, or else end of text, or else unknown); the embedding is never resized.
     Without `weights` the model is empty (on the meta device), for a rank that receives them from another rank.

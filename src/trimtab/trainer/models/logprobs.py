@@ -166,7 +166,7 @@ def score(
     padded with -1. `squares`: also the sum of p^2. `routes`: experts to replay, in the order of the packed row.
     `record`: also the experts that the routers chose, or with `routes` would have chosen themselves.
 
-    Raises `TrimtabError` as `model_parts` does, for a temperature that is not positive, padding on the wrong side,
+    Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
     a response token outside its own sampling mask (on an accelerator its log-prob is NaN), or routes of another model.
     """
     if not temperature > 0:

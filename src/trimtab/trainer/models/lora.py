@@ -30,10 +30,10 @@ def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence
         wrapped = peft.get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise TrimtabError(f"model.lora.targets = {targets!r}: {first_line(error)}") from None
-    if next(model.parameters()).dtype == torch.float32:  # which the adapters have, too
+    if next(model.parameters()).dtype == torch.float32:  # also the dtype of the adapters
         for layer in wrapped.modules():
             if isinstance(layer, peft.tuners.lora.LoraLayer):
-                layer.cast_input_dtype_enabled = False  # would widen what autocast rounds again
+                layer.cast_input_dtype_enabled = False  # it would widen what autocast then rounds again
     return wrapped.get_base_model()
 
 

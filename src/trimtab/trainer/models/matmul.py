@@ -38,7 +38,7 @@ def product_dtype(values: Tensor) -> torch.dtype:
 
 
 def on_accelerator(device: torch.device) -> bool:
-    """Whether blocks should be large, because launching a kernel takes longer than a small computation."""
+    """Whether launching a kernel takes longer than a small computation, so that blocks should be large."""
     return device.type not in ("cpu", "meta")
 
 
@@ -85,7 +85,7 @@ def packed_alike(weight: Float[Tensor, "n k"]) -> Tensor:
 
 
 def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """Returns `a @ b.T`; a row's bits are those of a product of `TILE_ROWS` rows, whatever the other rows.
+    """Returns `a @ b.T`; a row has the same bits as in a product of `TILE_ROWS` rows, whatever the other rows.
 
     `b` may be packed by `packed_alike`. It has no gradient.
     """
@@ -195,10 +195,9 @@ def linear_by(
     weight: Float[Tensor, "n k"],
     multiple: int | None,
 ) -> Float[Tensor, "*batch n"]:
-    """Returns `states @ weight.T` with gradient, computed by `multiply`.
+    """Returns `states @ weight.T` with gradient, by `multiply`. `pad_rows` pads states unless `multiple` is None.
 
-    `multiple`: for `pad_rows`; None: no padding. States and weight have the same dtype. The backward is the same for
-    every `multiply`: only the trainer computes gradients.
+    States and weight have one dtype. The backward is the same for every `multiply`: only the trainer needs gradients.
     """
     return _Product.apply(states, weight, multiply, multiple)
 

@@ -5,13 +5,12 @@ The backbone runs one row of real tokens, all prompts first and then all respons
     [ prompt 0 | prompt 1 | ... | response 0 | response 1 | ... ]
 
 Only attention depends on the layout. It spreads queries and keys over padded rows, lets each response attend to its
-prompt's keys and its own, and packs the result again. A dense mask would waste work on masked scores, and
-rows of prompt and response would run every prompt once for each response.
+prompt's keys and its own, and packs the result again. A dense mask would waste work on masked scores, and rows of
+prompt and response would run every prompt once for each response.
 
-`PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the
-short rows of reinforcement learning on a CPU, products of small matrices are faster than the fused kernel, most of all
-in the backward; long responses use it (`FusedRows`). Scores are computed in float32, so autocast rounds nothing
-before the softmax.
+`PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". On a CPU
+short rows use products of small matrices, which are faster than the fused kernel, most of all in the backward; long
+responses use the kernel (`FusedRows`). Scores are computed in float32, so autocast rounds nothing before the softmax.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PACKED_IMPLEMENTATION = "trimtab"
 
 # Scores per block, in elements: passes over them stay in cache, and memory grows linearly with the length of a row.
 BLOCK_SCORES = 1 << 20
-# On an accelerator blocks are larger by this factor: launching their kernels takes longer than a block of this size.
+# Factor of blocks on an accelerator, where launching kernels takes longer than computing a block of this size.
 ACCELERATED = 16
 # A longer row is split into blocks of at least this many queries; products of fewer rows are slow.
 BLOCK_QUERIES = 128

@@ -8,10 +8,10 @@ has one learnable a_l = `log_sigma`; its gradient is sigma_l * sum(eps * dL/dh_l
 
 A layer whose sigma is 0 gets no noise, and if no sigma is positive no hook is attached, so that the model equals the
 unperturbed one bit for bit, also in half precision. From the first layer with a positive sigma to the final norm, the
-residual stream of a half-precision model is float32, which itself changes log-probs by rounding errors. In half
-precision it would lose small noise: near 1.0 the spacing of bfloat16 is 0.0078, and rounding removes anything below
-half of it, whatever the precision of the addition. Norms read the float32 stream; matrix products get the model's own
-dtype. A float32 model under autocast behaves like that already, and only gets the noise.
+residual stream of a half-precision model is float32, which itself changes log-probs by rounding errors. A
+half-precision stream would lose small noise: near 1.0 the spacing of bfloat16 is 0.0078, and rounding removes anything
+below half of it, whatever the precision of the addition. Norms read the float32 stream; matrix products get the model's
+own dtype. A float32 model under autocast behaves like that already, and only gets the noise.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class PerturbationCoverage:
 
 
 class Perturbation(nn.Module):
-    """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and nothing of the model.
+    """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and no part of the model.
 
-    `layers` is "all", "logits", or layers and inclusive ranges "0-4,12"; `std` is the initial sigma of all
-    layers, or a list with one for each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`,
-    a list of another length, or a model without decoder layers.
+    `layers` is "all", "logits", or layers and inclusive ranges "0-4,12"; `std` is the initial sigma of all layers, or a
+    list with one for each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, a list of
+    another length, or a model without decoder layers.
     """
 
     def __init__(self, model: Any, layers: str = "all", std: float | Sequence[float] = 1e-4) -> None:
@@ -204,8 +204,8 @@ def stream_dtype(dtype: torch.dtype) -> torch.dtype:
 class PerturbedLayer:
     """Hooks of one decoder layer, which add the noise and keep the stream in float32 inside `attached`.
 
-    dtype: of the model's own residual stream. observe: called with the input of the layer's first product, with
-    and without this layer's noise.
+    dtype: of the model's own residual stream. observe: called with the input of the layer's first product, with and
+    without this layer's noise.
     """
 
     module: nn.Module

@@ -1,7 +1,7 @@
 """Records the experts each token is routed to in one forward, and replays them in another.
 
 Sampler and trainer compute router scores with different rounding errors, so that nearly tied experts may be chosen
-differently. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2, arXiv 2507.18071)
+differently. Replaying the experts of the sampler (R3, arXiv 2510.11370) or of the proximal pass (R2, arXiv 2507.18071)
 removes this mismatch. The gates, which weigh the experts' outputs, are computed from the current forward's own scores,
 so that the router keeps its gradient.
 

@@ -88,7 +88,7 @@ def apply_fsdp(
 def _move_to_mesh(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Moves parameters and buffers of these modules, but not of their children, to the mesh's device.
 
-    Values are rank 0's. An empty module gets new memory, also for tied tensors.
+    Values are rank 0's. An empty module gets new memory, even for tied tensors.
     """
 
     def move(tensor: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ then run the same forward, so that log-probs of the same token under the same we
 batch, padded or packed, in parallel or token by token from a cache, with or without gradient, on one thread or several.
 Each file documents how its operation depends on the batch, and how that is avoided; this file has the layers.
 
-Elementwise CPU kernels compute the last few numbers of a tensor, and of each thread's share, one by one, with different
-code than the vectors before them. Sums, products, quotients and roots are correctly rounded in both; `exp`, `log`,
-`sin` and `cos` run the same code for all. `sigmoid`, `silu`, `logaddexp`, and `rsqrt` in bfloat16 run different
-code, so they are not used here. The order of a sum over the last dimension does not depend on the number of rows.
+Elementwise CPU kernels compute vectors, but the last few numbers of a tensor, and of each thread's share, one by one
+with different code. Sums, products, quotients and roots are correctly rounded by both; `exp`, `log`, `sin` and `cos`
+run the same code for all. `sigmoid`, `silu`, `logaddexp`, and `rsqrt` in bfloat16 run different code, so they are not
+used here. The order of a sum over the last dimension does not depend on the number of rows.
 tests/e2e/test_invariant_logprobs.py checks both on the machine it runs on.
 """
 

@@ -103,7 +103,7 @@ def attention_scores(
 
 
 def largest(scores: Float[Tensor, "*batch keys"], shown: Float[Tensor, "*#batch keys"]) -> Float[Tensor, "*batch 1"]:
-    """Returns the largest score of the keys for which `shown` is 1; it is 0 for hidden keys."""
+    """Returns the largest score of the keys for which `shown` is 1 (0: hidden)."""
     return (scores + shown.log()).amax(-1, keepdim=True)
 
 
@@ -112,7 +112,7 @@ def exponentials_(
 ) -> Float[Tensor, "*batch keys"]:
     """Replaces the scores by `exp(score - peak)`, and by 0 for the keys for which `shown` is 0.
 
-    The exponential of -inf takes a CPU much longer than that of a number, so hidden keys get 0 by a product.
+    On a CPU the exponential of -inf takes much longer than of a number, so hidden keys get 0 by a product.
     """
     return scores.sub_(peak).clamp_(max=0).exp_().mul_(shown)
 
@@ -122,7 +122,7 @@ def accumulate(
     value: Float[Tensor, "batch keys width"],
     before: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "batch queries"], Float[Tensor, "batch queries width"]]:
-    """Adds sums and weighted values block by block, in order, to those of the blocks `before`; returns both."""
+    """Adds sums and weighted values block by block, in order, to the totals `before`; returns both totals."""
     for start in range(0, value.shape[1], KEY_BLOCK):
         part = exponentials[..., start : start + KEY_BLOCK]
         sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEY_BLOCK])

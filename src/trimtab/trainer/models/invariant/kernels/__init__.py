@@ -57,7 +57,7 @@ def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1, set before Triton's import).
 
     The interpreter cannot multiply bfloat16, so kernels convert operands to float32 first, which is exact. It truncates
-    to bfloat16 where a device rounds to nearest.
+    to bfloat16, whereas a device rounds to nearest.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
