@@ -6,7 +6,7 @@
     kept                             activations kept for the backward; with checkpointing, one input for each layer
     layer                            one layer during its backward
     attention                        on a CPU one block of scores and its mask: some queries of a long row, or several
-                                     short rows; on an accelerator, which keeps no scores, rows of prompt and response
+                                     short rows; on an accelerator, with no scores kept, rows of prompt and response
     head                             hidden states, tiles of logits, and the dense gradient of the head
 
 All terms are in bytes. `benchmarks/memory.py` compares the terms with measurements on a CPU.

@@ -91,7 +91,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # it would write every new tensor twice
+    settings.fill_uninitialized_memory = False  # True would write every new tensor twice
     try:
         yield
     finally:

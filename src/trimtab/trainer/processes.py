@@ -129,7 +129,7 @@ class Parent:
 
     Args:
         receive: called with every message, in the thread that reads the connection, even while the child works.
-        progress: a number to send as a heartbeat, once a second; None while the parent waits for nothing.
+        progress: a number to send as a heartbeat, once a second; None while the parent awaits no answer.
         close: called in that thread when the parent is gone, before the child is killed.
     """
 

@@ -65,7 +65,7 @@ class StepStatistics:
         if measure:
             self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
         versions = micro.extras.get("proximal_versions", (version,) * len(micro.rows))
-        # A micro-batch without rows has one token.
+        # Not strict: a micro-batch without rows still has one token.
         for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=False)):
             if row not in self._on_device["mismatch_logps"]:
                 self._on_device["mismatch_logps"][row] = logps[index, :length]

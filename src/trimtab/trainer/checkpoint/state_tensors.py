@@ -59,7 +59,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into `model` in place, keeping ties.
+    """Copies `tensors` into `model` in place; tied tensors stay tied.
 
     Either side may be sharded, over any number of ranks. Raises `TrimtabError` unless names, shapes and dtypes match.
     """

@@ -38,7 +38,7 @@ MASS_MAX = 1 + 1e-3
 
 
 class TopLogprobs(Feature):
-    """Passes the most probable ids of each token to the forwards that are trained."""
+    """Passes the most probable ids of each token to "train" forwards."""
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         ids, logps = _pack([_validated_top(trajectory) for trajectory in trajectories], micro.mask.shape[1])

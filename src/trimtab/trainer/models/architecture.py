@@ -36,7 +36,7 @@ class Family(NamedTuple):
 
     gates: Gates | None = None  # of a mixture of experts, whose routing can be replayed
     invariant: bool = False  # batch-invariant numerics (`models/invariant`)
-    shared_prompts: bool = False  # sampled by the decoder that runs a prompt once for all its responses
+    shared_prompts: bool = False  # whether `engines/embedded` can run a prompt once for all responses
 
 
 FAMILIES = {

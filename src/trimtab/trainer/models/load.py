@@ -129,7 +129,7 @@ def _check_complete(info: Mapping[str, Any], name: str) -> None:
 
 
 def _check_index(folder: Path) -> None:
-    """Raises `ValueError` for an index of weights that names a file outside of the folder."""
+    """Raises `ValueError` for a weight index that names a file outside of the folder."""
     files = _mapping(folder / INDEX, "weight_map").values() if (folder / INDEX).is_file() else ()
     for file in files:
         if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:

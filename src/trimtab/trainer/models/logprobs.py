@@ -73,7 +73,7 @@ class TokenBatch:
         return values.flatten(0, 1).index_select(0, self.places.real)
 
     def padded(self, values: Float[Tensor, "tokens *x"]) -> Float[Tensor, "batch time *x"]:
-        """Returns the inverse of `at_tokens`, with 0 at padding."""
+        """Returns values of response tokens as padded rows, with 0 at padding: the inverse of `at_tokens`."""
         flat = values.new_zeros(self.response_ids.numel(), *values.shape[1:])
         return flat.index_copy(0, self.places.real, values).unflatten(0, self.response_ids.shape)
 

@@ -145,7 +145,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if casts is None or weight.dtype == dtype:
         return weight.to(dtype)
     if id(weight) not in casts:
-        if not torch.is_grad_enabled():  # a cast without gradient must not be kept for passes with one
+        if not torch.is_grad_enabled():  # a cast without gradient must not be kept for passes with gradient
             return weight.to(dtype)
         casts[id(weight)] = (weight, weight.to(dtype))
     return casts[id(weight)][1]
@@ -183,7 +183,7 @@ def fast_linear(
 
 
 def tiled_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    """Returns `states @ weight.T` with gradient, computed by `tiled_product`. Both have the same dtype."""
+    """Returns `states @ weight.T` with gradient, computed by `tiled_product`. States and weight have the same dtype."""
     if not torch.is_grad_enabled():  # decoding needs hundreds of products per token; this path halves the overhead
         return _unpadded(tiled_product(pad_rows(states, MULTIPLE), weight), states.shape)
     return linear_by(tiled_product, states, weight, MULTIPLE)
@@ -226,7 +226,7 @@ class _Product(torch.autograd.Function):
 
 
 def pad_rows(states: Float[Tensor, "*batch k"], multiple: int) -> Float[Tensor, "rows k"]:
-    """Returns the rows, followed by as many rows of zeros as `padding_rows` returns."""
+    """Returns the rows, followed by `padding_rows` rows of zeros."""
     rows = states.reshape(-1, states.shape[-1])
     return _pad_to(rows, len(rows) + padding_rows(len(rows), multiple))
 
@@ -237,7 +237,7 @@ def _pad_to(rows: Tensor, count: int) -> Tensor:
 
 
 def padding_rows(rows: int, multiple: int) -> int:
-    """Returns the number of padding rows up to the next of eight sizes per octave.
+    """Returns the number of rows to add to reach the next of eight sizes per power of two.
 
     All sizes are multiples of `multiple`, a power of two. oneDNN caches compiled kernels for every shape, about half a
     megabyte each; micro-batches of ever new sizes would grow a process by gigabytes.

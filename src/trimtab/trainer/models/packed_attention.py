@@ -42,7 +42,7 @@ BLOCK_QUERIES = 128
 # attention's time). Masks up to this size are kept for all layers; larger ones are recomputed block by block.
 MAX_SAVED_SCORES = 1 << 22
 # Forward and backward of `FusedRows` on a CPU take as long as small products at 512 tokens, and 1 / 1.3 of their time
-# at 768. An accelerator uses them at any length: it starts a tenth of the kernels.
+# at 768. An accelerator uses `FusedRows` at any length: they launch a tenth of the kernels.
 MIN_WIDTH = 768
 # An accelerator uses `FusedRows` if the longest prompt has at most this many times the tokens of the longest response.
 MAX_PROMPTS = 4
@@ -115,7 +115,7 @@ class FusedRows(NamedTuple):
     ) -> Float[Tensor, "1 tokens heads width"]:
         """Returns the attention of each packed token, as `packed_attention_forward` does, computed in `dtype`."""
         heads = [x.shape[1] for x in (query, key, value)]
-        # In one piece, and at least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
+        # As one tensor in at least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
         wide = torch.cat([query, key, value], 1)[0].transpose(0, 1)
         wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
         rows = wide.index_select(0, self.tokens.flatten()).to(dtype)

@@ -136,7 +136,7 @@ class _Keys(NamedTuple):
 
     keys: Tensor
     values: Tensor
-    width: int  # without padding to whole blocks
+    width: int  # number of keys without padding to whole blocks
     lengths: Tensor | None  # of the prompts, (rows,); None: a row's own keys, which a query sees up to itself
 
     def shown(self, rows: slice, queries: range, keys: int, dtype: torch.dtype) -> Float[Tensor, "_ 1 _ keys"]:

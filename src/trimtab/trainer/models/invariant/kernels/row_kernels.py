@@ -25,7 +25,7 @@ from trimtab.trainer.models.invariant.kernels import (
 
 
 class Tile(NamedTuple):
-    """Rows and columns that one program computes, the depth of one summand, and the compilation options."""
+    """Rows and columns that one program computes, the inner dimension of one product, and compilation options."""
 
     rows: int
     columns: int
