@@ -68,7 +68,7 @@ class Guard:
     def begin(self, trainer: snapshot.TrainerState) -> None:
         """Saves the policy of a new run, or reads the logged steps of a resumed run.
 
-        Then returns if the run was killed after a failed step, or raises `DivergedError` if the guard has ended it.
+        Goes back if the run was killed after a failed step. Raises `DivergedError` if the guard has ended the run.
         """
         if not self.is_on:
             return

@@ -102,7 +102,7 @@ class Learner:
         return [self._score_batch(batch, models) for batch in batches] if models else [list(batch) for batch in batches]
 
     def _score_batch(self, batch: MiniBatch, models: Mapping[Purpose, nn.Module]) -> MiniBatch:
-        """Returns `batch` with the log-probs of `models`. Each micro-batch is scored by one rank and sent to all ranks."""
+        """Returns `batch` with the log-probs of `models`. Each micro-batch is scored by one rank and sent to all."""
         assigned = dict(assigned_micro_batches(batch, self.ranks))
         logps: dict[int, dict[str, torch.Tensor]] = {index: {} for index in assigned}
         for name, model in models.items():
