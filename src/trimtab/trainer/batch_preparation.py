@@ -1,7 +1,7 @@
-"""Turns the groups of a step into a batch: packed, scored by the policies that its updates keep fixed, with advantages.
+"""Turns the groups of a step into a batch: packed, with proximal and reference log-probs and advantages.
 
 groups -> rows -> mini-batches of micro-batches -> log-probs of the proximal and the reference policy
-       -> rows with proximal log-probs that are not finite are dropped -> advantages over whole groups
+       -> without rows whose proximal log-probs are not finite -> advantages over whole groups
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Batch:
 
     trajectories: list[Trajectory]
     minibatches: list[MiniBatch]
-    advantages: torch.Tensor  # (rows, 1); where each token has its own, the means over a row's trained tokens
-    dropped: int  # trajectories that were left out for proximal log-probs that are not finite
-    seconds: float  # of packing and scoring, repetitions after dropped trajectories included
+    advantages: torch.Tensor  # (rows, 1); if each token has its own: the mean over a row's trained tokens
+    dropped: int  # trajectories left out because a proximal log-prob was not finite
+    seconds: float  # of packing and scoring, including repeats after rows were dropped
 
     def rows(self, stats: StepStatistics, policy: str) -> list[Row]:
         """Returns rows for the trajectory file, with the log-probs of `policy` that the mismatch metrics used.
 
-        They are NaN at observations, as the sampler's.
+        The log-probs are NaN at observations, as the sampler's log-probs are.
         """
         proximal = policy == "proximal"
         logps = {
@@ -66,11 +66,11 @@ class Batch:
 
 
 def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Batch:
-    """Packs the groups, scores the fixed policies, drops bad rows and computes advantages over what is left."""
+    """Returns the groups as a packed batch, with fixed policies' log-probs and advantages, without non-finite rows."""
     rows = [trajectory for group in groups for trajectory in group]
     dropped = 0
     start = time.perf_counter()
-    while True:  # dropping a row changes the packing: the others are packed and scored again
+    while True:  # dropping a row changes the packing: the other rows are packed and scored again
         minibatches = learner.score_fixed_policies(_pack(rows, learner, pad_id))
         seconds = time.perf_counter() - start
         bad = rows_with_non_finite_proximal(minibatches)
@@ -98,7 +98,7 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
 
 
 def _token_advantages(minibatch: MiniBatch, rows: Sequence[Trajectory]) -> list[torch.Tensor]:
-    """Returns an advantage for each token of each micro-batch; a group may lie in several of them."""
+    """Returns (rows, time) advantages for each micro-batch. A group may be split over several micro-batches."""
     time = max(micro.mask.shape[1] for micro in minibatch)
     logp, squares, mask = (
         torch.cat([F.pad(getattr(micro, name), (0, time - micro.mask.shape[1])) for micro in minibatch])
@@ -127,7 +127,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
             ranks=learner.ranks.size,
             update=sum(len(row.prompt.ids) + len(row) for row in rows) // trainer.minibatches,
         )
-        # All ranks pack alike, for the one with the least free memory.
+        # All ranks use the budget of the rank with the least free memory, so that they pack alike.
         learner.micro_batch_tokens = -int(learner.ranks.all_reduce_max(-tokens))
     share_prompts = perturbation is None or not perturbation.per_response
 
@@ -146,7 +146,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
         return micro
 
     def units(part: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """What has a separate prompt: the groups, or the single rows."""
+        """Returns the rows that share a copy of their prompt: whole groups, or single rows."""
         return part if share_prompts else [[row] for group in part for row in group]
 
     return [

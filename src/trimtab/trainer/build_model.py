@@ -1,9 +1,9 @@
-"""The models of a recipe: loaded, prepared for training, and rebuilt from the files that a run keeps.
+"""Loads the models of a recipe, prepares them for training, and rebuilds them from the files of a run.
 
 build_model       loads `model.path`; a laboratory model is warm-started on first use
 prepare_model     training mode, gradient checkpointing, LoRA adapters, shards of several ranks
 save_model_files  config, generation config and tokenizer, for engines and exports
-empty_model       a model with the modules of these files, whose weights a checkpoint replaces
+empty_model       a model built from these files; a checkpoint replaces its weights
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from trimtab.trainer.sft import laboratory_folder
 def build_model(config: Config) -> LoadedModel:
     """Loads the trainable model in its master dtype; a laboratory model is warm-started on first use.
 
-    A run of one process has it on its device, where the embedded engine finds and copies it. Of several ranks only the
-    leader loads weights, into CPU memory; `prepare_model` sends them.
+    With one process the model is moved to the device, where the embedded engine copies it. With several ranks only the
+    leader loads weights, into CPU memory; `prepare_model` sends them to the other ranks.
     """
     path, ranks = config.model.path, current_ranks()
     if path in LABORATORY_MODELS:
@@ -48,8 +48,8 @@ def build_model(config: Config) -> LoadedModel:
 def prepare_model(model: nn.Module, config: Config) -> nn.Module:
     """Puts `model` into training mode, with the recipe's gradient checkpointing and LoRA adapters, and shards it.
 
-    Everything is in place. Call it before the optimizer is built. Gradient checkpointing acts in training mode only;
-    dropout was switched off on loading. With several ranks weights become the leader's, as `[sharding]` says.
+    Changes the model in place. Call it before building the optimizer. Gradient checkpointing needs training mode;
+    `load` has disabled dropout. With several ranks, all get the leader's weights, sharded as `[sharding]` says.
     """
     ranks, lora = current_ranks(), config.model.lora
     device = ranks.device or default_device()
@@ -91,7 +91,7 @@ def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def empty_model(files: Path, config: Config, *, adapters: bool = False) -> PreTrainedModel:
-    """Returns a model of `files`, with LoRA adapters if `adapters`; every weight, but no buffer, is to be replaced."""
+    """Returns a model built from `files`, with LoRA adapters if `adapters`. Its weights (not buffers) are random."""
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(files, trust_remote_code=False),

@@ -1,8 +1,8 @@
-"""Renders a tokenizer's chat template: a template that fails, or does not end, is an error of one line.
+"""Renders a tokenizer's chat template. A template that fails or does not end raises an error of one line.
 
-transformers renders in jinja's immutable sandbox, where a template reaches nothing of Python but text, numbers and
-lists. The sandbox bounds a single `range` and not nested loops, so the time is bounded here. A single operation, such
-as a huge power, is not interrupted, and memory is not bounded.
+transformers renders in jinja's immutable sandbox: a template can use text, numbers and lists, but nothing else of
+Python. The sandbox limits a single `range` but not nested loops, so this module limits the time. A single operation,
+such as a huge power, is not interrupted, and memory is not limited.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ SECONDS = 10.0
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Returns the text of a conversation; `options` are those of `apply_chat_template`."""
+    """Returns the text of a conversation; `options` are passed to `apply_chat_template`."""
     name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     result: list[str | BaseException] = []
 
     def work() -> None:
         try:
             result.append(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except (Exception, SystemExit) as error:  # SystemExit is what ends this thread below
+        except (Exception, SystemExit) as error:  # the code below ends this thread by SystemExit
             result.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)  # the process must not wait for it at its end
+    thread = threading.Thread(target=work, daemon=True)  # the process must not wait for it when it exits
     thread.start()
     thread.join(SECONDS)
     if not result:

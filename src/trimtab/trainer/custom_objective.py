@@ -16,8 +16,8 @@ from trimtab.trainer.config import Config, parse_config
 def resolve(config: Config, given: Objective | None = None) -> tuple[Config, Objective]:
     """Returns the recipe as its config.toml records it, and the objective of the run.
 
-    A preset is recorded as its name and keywords, a function also as its equation, an objective given in code also as
-    its `repr`. Resuming compares these, and a report prints the equation without running the user's code.
+    It records the keywords of a preset, with a `module:function` also its equation, and the equation and `repr` of an
+    objective in code. Resuming compares these, and reports print the equation without running the user's code.
     """
     section = config.objective
     if given is not None:
@@ -61,7 +61,7 @@ def _check_given(config: Config, given: Objective) -> None:
     if not isinstance(given, Objective):
         raise TrimtabError(f"objective is {type(given).__name__}, not a trimtab.Objective: build one, or name it")
     section = config.objective
-    if section.code is None:  # the config.toml of such a run may be given again
+    if section.code is None:  # otherwise it is the config.toml of a run with an objective in code
         twice = [*(["calibrate"] if section.calibrate else []), *section.keywords]
         if twice:
             other = given.name if given.name != section.name else "own"

@@ -1,6 +1,6 @@
-"""For `cli` and `api`: what is printed with rich, as tables, bars, and the progress of a run and of an experiment.
+"""Prints tables, bars, and the progress of runs and experiments with rich, for `cli` and `api`.
 
-Texts are printed as they are, with control characters escaped.
+Texts are printed literally, with control characters escaped.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PACE_SECONDS = 3600.0  # the remaining time follows the pace of the last hour
 
 
 class PlainTextConsole(Console):
-    """A rich console that interprets nothing in a text: no markup, emoji codes or escape sequences."""
+    """A rich console that prints texts literally: without markup, emoji codes or escape sequences."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # Control segments are those of rich itself, which move the cursor of a live display.
+            # Control segments come from rich itself and move the cursor of a live display.
             yield segment if segment.control else Segment(clean(segment.text), segment.style)
 
 
@@ -48,7 +48,7 @@ def terminal_width() -> int | None:
 
 
 def progress_bar(console: PlainTextConsole) -> Progress:
-    """Returns a bar with the share that is done and the remaining time; it is only drawn on a terminal."""
+    """Returns a progress bar with the finished share and the remaining time. It is drawn on a terminal only."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     is_hidden = not console.is_terminal
     return Progress(*columns, console=console, disable=is_hidden, transient=True, speed_estimate_period=PACE_SECONDS)
@@ -56,25 +56,25 @@ def progress_bar(console: PlainTextConsole) -> Progress:
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[..., None]]:
-    """Yields `update` of a bar on standard error, which takes description, completed and total. first: its text."""
+    """Yields `Progress.update` for a bar on standard error: call it with keywords. first: the first description."""
     with progress_bar(PlainTextConsole(stderr=True)) as bar:
         yield partial(bar.update, bar.add_task(first, total=None))
 
 
 @contextmanager
 def open_display(kind: Callable[[Progress], Display], *, to_stderr: bool = False) -> Iterator[Display]:
-    """Yields a `RunDisplay` or `RunsDisplay`, which prints lines and on a terminal draws a bar below them."""
+    """Yields a `RunDisplay` or `RunsDisplay`, which prints lines and, on a terminal, draws a bar below them."""
     with progress_bar(PlainTextConsole(stderr=to_stderr)) as bar:
         yield kind(bar)
 
 
 class RunDisplay:
-    """The progress of a run: one line for each event, and a bar of its steps with the current phase."""
+    """Shows the progress of a run: one line for each event, and a bar of its steps with the current phase."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar, self._task = bar, bar.add_task("starting", total=None)
         self.total_steps = 0
-        self._seconds: deque[float] = deque(maxlen=8)  # of the last steps
+        self._seconds: deque[float] = deque(maxlen=8)  # of each of the last steps
 
     def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
         self.total_steps = total_steps
@@ -87,7 +87,7 @@ class RunDisplay:
 
     def phase(self, name: str, done: int, total: int) -> None:
         if name == "collect":
-            self.total_steps = total  # A guard makes a run longer.
+            self.total_steps = total  # a guard makes a run longer
             self._bar.update(self._task, total=total or None)
         self._bar.update(self._task, description=f"{name} {done}/{total}" if total else name)
 
@@ -117,13 +117,13 @@ class RunDisplay:
 
 
 class RunsDisplay:
-    """The progress of an experiment, weighted by the cost of its runs."""
+    """Shows the progress of an experiment, weighted by the cost of its runs."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar, self._task = bar, bar.add_task("runs", total=None)
         self._steps: dict[str, int] = {}
         self._cost: dict[str, float] = {}
-        self._share: dict[str, float] = {}  # of each run that is not finished
+        self._share: dict[str, float] = {}  # finished share of each run that is not done
 
     def planned(self, recipes: Mapping[str, Config], done: Mapping[str, RunSummary]) -> None:
         self._steps = {name: config.trainer.steps for name, config in recipes.items()}
@@ -134,7 +134,7 @@ class RunsDisplay:
         self._print(f"{len(recipes)} runs, one thread each{finished}")
 
     def progress(self, name: str, step: int) -> None:
-        self._advance(name, min(step / self._steps[name], 1.0))  # A run that discarded steps is longer.
+        self._advance(name, min(step / self._steps[name], 1.0))  # a guard makes a run longer
 
     def finished(self, name: str, result: RunSummary) -> None:
         self._advance(name, 1.0)
@@ -180,7 +180,7 @@ FIGURES = (
 
 
 def figures(metrics: Mapping[str, float | str]) -> list[tuple[str, str]]:
-    """Returns the metrics shown of a step as pairs of name and text; absent ones are left out."""
+    """Returns (name, text) of each metric that the line of a step shows; missing metrics are left out."""
     values = dict(metrics)
     if clips := [clip for key in CLIPS if (clip := number(metrics, key)) is not None]:
         values["clipped"] = sum(clips)

@@ -1,4 +1,4 @@
-"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter as a folder of peft."""
+"""Exports a model of a run as a Hugging Face folder, or its LoRA adapter as a peft folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trimtab.trainer.models.quiet import silence_transformers
 def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
     """Returns model (master dtype, adapters merged, evaluation mode), tokenizer and step of a checkpoint.
 
-    `which` is `last` (the newest intact one), `best` (by `eval.best`) or a name like `step-000010`. Raises
-    `TrimtabError` if the run, the checkpoint or a part of it is missing.
+    `which` is `last` (the newest intact checkpoint), `best` (by `eval.best`) or a name like `step-000010`.
+    Raises `TrimtabError` if the run, the checkpoint or a part of it is missing.
     """
     config, checkpoint = _load_run(run, which)
     files, weights = run / MODEL, checkpoint.tensors["model"]
     model = empty_model(files, config)
     if config.model.lora.rank:
-        untied = state_tensors.model_state(model)  # tied weights once
+        untied = state_tensors.model_state(model)  # has each tied weight once
         adapted = _with_adapters(files, config, weights)
         weights = {name: weight for name, weight in named_weights(adapted) if name in untied}
     state_tensors.load_model_state(model, weights)

@@ -29,24 +29,23 @@ from trimtab.types import Engine
 
 
 def run_directory(folder: Path, make: Callable[[], RunDirectory]) -> RunDirectory:
-    """Returns the leader's run directory, built by `make`, whose errors all ranks raise; others have a view."""
+    """Returns `make()` on the leader, a view of the run directory on other ranks. All ranks raise errors of `make`."""
     ranks = current_ranks()
     directory = ranks.run_on_all_ranks(lambda: make() if ranks.is_leader else None)
     return FollowerRunDirectory(folder) if directory is None else directory
 
 
 def shared_source(collector: Collector, make: Callable[[], RolloutSource]) -> RolloutSource:
-    """Returns the leader's rollout source, built by `make`; all of several ranks receive its batches."""
+    """Returns the rollout source that `make` builds on the leader; with several ranks, all receive its batches."""
     ranks = current_ranks()
     source = make() if ranks.is_leader else None
     return SharedSource(collector, source, ranks) if source is None or ranks.size > 1 else source
 
 
 class SharedSource:
-    """The `RolloutSource` of each of several ranks: batches and results are those of the leader's `source`.
+    """The `RolloutSource` of each of several ranks, which all get the batches and results of the leader's `source`.
 
-    The other ranks have None. They iterate over published weights too, because gathering a sharded tensor needs every
-    rank.
+    `source` is None on the other ranks. All ranks iterate over published weights: gathering shards needs every rank.
     """
 
     def __init__(self, collector: Collector, source: RolloutSource | None, ranks: RankGroup) -> None:
@@ -94,7 +93,7 @@ class SharedSource:
         return result
 
     def state(self, updates: int) -> SourceState:
-        """Other ranks return the sections that the leader's state has, without content."""
+        """Returns the leader's state; on other ranks empty sections of the same names."""
         if self._source is not None:
             return self._source.state(updates)
         return {"engine": {}} if self.published != updates else {}, {}, {}
@@ -118,7 +117,7 @@ class SharedSource:
 
 
 class FollowerRunDirectory(RunDirectory):
-    """The leader's run directory on other ranks: readable, never written, not locked."""
+    """The leader's run directory as other ranks see it: read-only and not locked."""
 
     writes = False
 

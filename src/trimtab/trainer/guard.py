@@ -1,10 +1,10 @@
 """`[guard]`: judges each step, and returns to the last checkpoint from before the first sign of a collapse.
 
-A return restores weights, optimizer, schedule, random generators and features of that checkpoint, drops the responses
-that are waiting or being generated, multiplies the learning rate by `guard.lr_factor`, from where it falls linearly to
-0 at the end of the run, halves the lag of the sampler and gives it the restored weights. Steps are numbered on;
-discarded ones stay in metrics.jsonl, where the next step says which one it goes on from, and the run is longer by as
-many. Decisions follow from metrics.jsonl and the checkpoint: a run that is killed, also in a return, repeats them.
+A return restores weights, optimizer, schedule, random generators and features of that checkpoint. It drops responses
+that wait or are being generated, halves the lag of the sampler and publishes the restored weights. It multiplies the
+learning rate by `guard.lr_factor`; from then on the rate falls linearly to 0 at the end of the run. Step numbers go on:
+discarded steps stay in metrics.jsonl, the next step logs which one it continues from, and the run gets as many more.
+Decisions depend on metrics.jsonl and the checkpoint alone, so a run that is killed, even in a return, repeats them.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ LOST = "undelivered"
 
 @dataclass
 class GuardState:
-    """What a checkpoint keeps of the guard."""
+    """The state of the guard in a checkpoint."""
 
-    returns: int = 0  # so far
-    decay_from: int | None = None  # updates of the policy of the first return
-    discarded: int = 0  # steps so far that do not count
-    lost: list[int] = field(default_factory=list)  # steps that were sampled without the newest weights
-    marks: dict[str, Any] = field(default_factory=dict)  # metrics that the next step will have
-    failed: list[Any] = field(default_factory=list)  # the sign of a step that failed, until the run returns
+    returns: int = 0  # number of returns so far
+    decay_from: int | None = None  # updates of the first restored policy: the rate falls from there
+    discarded: int = 0  # number of discarded steps so far
+    lost: list[int] = field(default_factory=list)  # steps whose sampler did not have the newest weights
+    marks: dict[str, Any] = field(default_factory=dict)  # metrics to add to the next step
+    failed: list[Any] = field(default_factory=list)  # the sign of a failed step, until the run has returned
 
 
 class Guard:
-    """The guard of a run, which does nothing without `guard.on`.
+    """Detects a collapse of the run and returns to an earlier checkpoint; does nothing if `guard.on` is empty.
 
-    All ranks call it alike; the leader, which has the metrics, decides. task: the name of the trained task, in the keys
-    of its held-out accuracy.
+    All ranks make the same calls; the leader, which has the metrics, decides. task: name of the trained task, which the
+    keys of its held-out accuracy contain.
     """
 
     def __init__(self, config: Config, task: str) -> None:
@@ -66,9 +66,9 @@ class Guard:
         return max(1, self._sync_every >> self.state.returns)
 
     def begin(self, trainer: snapshot.TrainerState) -> None:
-        """Reads the logged steps of a resumed run, and returns if it was killed between a failed step and its return.
+        """Saves the policy of a new run, or reads the logged steps of a resumed run.
 
-        Saves the policy of a new run before its first step. Raises `DivergedError` for a run that the guard has ended.
+        Goes back if the run was killed after a failed step. Raises `DivergedError` if the guard has ended the run.
         """
         if not self.is_on:
             return
@@ -81,7 +81,7 @@ class Guard:
         self.raise_if_exhausted(trainer)
 
     def marks(self, republished: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns metrics of a step: returns so far, and what was done before it; `republished`: why weights were."""
+        """Returns a step's guard metrics: returns so far, events. `republished`: why weights were published again."""
         for text in republished if self.is_on else ():
             self._mark(text)
         marks, self.state.marks = self.state.marks, {}
@@ -90,7 +90,7 @@ class Guard:
     def judge(self, metrics: Mapping[str, Any], idle: int = 0) -> Sign | None:
         """Adds the metrics of a step; returns the first sign of a collapse in the steps so far.
 
-        idle: number of the last steps that had no training signal, if a run without a guard would end here.
+        idle: number of consecutive steps without a training signal, if they end a run without a guard; otherwise 0.
         """
         if not self.is_on:
             return None
@@ -106,7 +106,7 @@ class Guard:
         return None if data is None else Sign(*data)
 
     def _if_lost_again(self, sign: Sign) -> Sign:
-        """Returns a reason to return in place of a sign of lost weights if publishing them again has not helped."""
+        """Turns a sign of lost weights into a reason to return, if the weights were published again without effect."""
         first, last = min(self.state.lost[-SHIFT_STEPS:], default=0), max(self.state.lost, default=-WINDOW)
         if self._steps.numbers[-1] - last > WINDOW:
             return sign
@@ -114,19 +114,19 @@ class Guard:
         return sign._replace(name="publication", text=f"{sign.text}, and they were published again", healthy=healthy)
 
     def _no_signal(self, idle: int) -> Sign | None:
-        """Returns the sign of steps without a training signal, unless the reward is as high as before them."""
+        """Returns a sign of a collapse if the last `idle` steps had no training signal and their reward is low."""
         if "reward" not in self.config.on or not self._steps.reward_is_low(idle):
             return None
         text = f"{idle} steps in a row had no training signal, and their reward is low"
         return Sign("reward", "no-signal", text, ([0] * idle + self._steps.numbers)[-1 - idle])
 
     def step_failed(self, error: DivergedError, step: int) -> None:
-        """Notes updates that were not finite, after `step` finished steps: a checkpoint of the failed step keeps it."""
+        """Records, also for a checkpoint of the failed step, that updates after `step` steps were not finite."""
         if "nonfinite" in self.config.on:
             self.state.failed = [*Sign("nonfinite", "nonfinite", str(error), step)]
 
     def return_if_failed(self, trainer: snapshot.TrainerState) -> bool:
-        """Returns to an earlier policy if a step failed; whether it did. Raises `DivergedError` the last time."""
+        """Returns whether a step failed; if so, goes back to an earlier policy. Raises `DivergedError` if exhausted."""
         if not self.state.failed:
             return False
         self.act(trainer, Sign(*self.state.failed))
@@ -134,17 +134,17 @@ class Guard:
         return True
 
     def needed_checkpoints(self, trainer: snapshot.TrainerState) -> set[int]:
-        """Returns the steps of checkpoints that must stay with that of this step; of the leader, who deletes others."""
+        """Returns the steps whose checkpoints must not be deleted after this step; only the leader deletes any."""
         return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every) if self.is_on else set()
 
     def _snapshots(self, trainer: snapshot.TrainerState) -> list[int]:
-        """Returns the steps of all checkpoints, oldest first, without those of discarded steps."""
+        """Returns the steps of all checkpoints, oldest first, without discarded steps."""
         counted = {0, *self._steps.numbers}
         saved = current_ranks().run_on_all_ranks(trainer.run.checkpoints)
         return [step for step in map(checkpoint_step, saved) if step in counted]
 
     def act(self, trainer: snapshot.TrainerState, sign: Sign) -> bool:
-        """Publishes lost weights again, or returns to an earlier policy; whether that policy was saved as this step."""
+        """Publishes lost weights again, or goes back to an earlier policy. Returns True if it saved that policy."""
         if sign.name == LOST:
             self._publish_again(trainer, sign)
             return False
@@ -155,7 +155,7 @@ class Guard:
         checkpoint = snapshot.go_back(trainer, healthy, self.state.returns)
         start, restored = checkpoint.step, checkpoint.meta["guard"]
         self.state.discarded = trainer.step - (start - restored.get("discarded", 0))
-        # A checkpoint that a return saved has the policy of an earlier step.
+        # A checkpoint that a return saved holds the policy of an earlier step.
         policy = restored.get("marks", {}).get(CONTINUES_FROM, start)
         text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {policy}"
         self._mark(text)
@@ -178,12 +178,12 @@ class Guard:
         learner.lr_factor, learner.decay_from = self.config.lr_factor**self.state.returns, self.state.decay_from
 
     def _mark(self, text: str) -> None:
-        """Adds to the event that the next step logs."""
+        """Appends to the text of the event that the next step logs."""
         logged = self.state.marks.get(EVENT)
         self.state.marks[EVENT] = text if logged is None else f"{logged}; {text}"
 
     def _publish_again(self, trainer: snapshot.TrainerState, sign: Sign) -> None:
-        """Publishes the weights again, and drops what was sampled without them."""
+        """Publishes the weights again, and drops the responses that were sampled without them."""
         trainer.publish_now()
         _, meta, files = trainer.source.state(trainer.learner.updates)
         trainer.source.rewind(meta, files, self.state.returns)
@@ -195,7 +195,7 @@ class Guard:
             self._steps.leave_out(lost)
 
     def raise_if_exhausted(self, trainer: snapshot.TrainerState) -> None:
-        """Raises `DivergedError` after too many returns; the last one is saved."""
+        """Raises `DivergedError` after more than `guard.times` returns; the last restored policy is saved."""
         if self.state.returns > self.config.times:
             last = checkpoint_folder(trainer.run.checkpoint_root, trainer.step)
             raise DivergedError(
@@ -207,7 +207,7 @@ class Guard:
         return asdict(self.state) if self.is_on else {}
 
     def load(self, trainer: snapshot.TrainerState, saved: Mapping[str, Any]) -> None:
-        """Restores `state` in a resumed run. Raises `TrimtabError` where that needs a guard, and there is none."""
+        """Restores `state` in a resumed run. Raises `TrimtabError` if the guard has returned before and is now off."""
         if self.is_on:
             self.state = GuardState(**saved)
             self._lower_rate(trainer.learner)
@@ -220,7 +220,7 @@ class Guard:
 
 
 class KeptSteps:
-    """The steps of a run that were not discarded, as the rules of the monitor read them, and its evaluations.
+    """The evaluations and the steps (without discarded ones) of a run, in the form that the monitor's rules read.
 
     task: the trained task, whose held-out accuracy is read.
     """
@@ -241,7 +241,7 @@ class KeptSteps:
             self._evaluations = [one for one in self._evaluations if one.step <= start]
             self._history = History(self._steps)
         (step,) = steps_of([row])
-        # As metrics.jsonl has them: a resumed run must judge the same.
+        # Finite values only, as in metrics.jsonl: a resumed run must judge the same.
         step = replace(step, metrics={name: value for name, value in step.metrics.items() if math.isfinite(value)})
         self._steps.append(step)
         self._history.add(step)
@@ -253,7 +253,7 @@ class KeptSteps:
                 self._evaluations.append(Evaluation(at, accuracy, row[f"{self._task}/problems"]))
 
     def leave_out(self, numbers: Collection[int]) -> None:
-        """Leaves steps out whose sampler did not have the weights that its version says."""
+        """Removes steps whose sampler did not have the weights of the version it reported."""
         if numbers:
             self._steps = [step for step in self._steps if step.number not in numbers]
             self._history = History(self._steps)
@@ -263,7 +263,7 @@ class KeptSteps:
         return [step.number for step in self._steps]
 
     def reward_is_low(self, count: int) -> bool:
-        """Whether the mean reward of the last `count` steps is below half of the best mean of as many."""
+        """Whether the mean reward of the last `count` steps is below half of the highest mean of `count` steps."""
         rewards = np.array([step["reward/mean"] for step in self._steps])
         means = sliding_window_view(rewards, count).mean(-1) if len(rewards) >= count else rewards[:0]
         return len(means) > 0 and bool(means[-1] < COLLAPSED_SHARE * np.nanmax(means))
@@ -275,7 +275,7 @@ class KeptSteps:
         return fallen or first_sign(self._history.steps(), on)
 
     def needed(self, snapshots: Sequence[int], every: int) -> set[int]:
-        """Returns the steps of those checkpoints that a return may need; see `needed_snapshots`."""
+        """Returns the steps whose checkpoints a return may need; see `needed_snapshots`."""
         trusted = trusted_step(self._steps)
         best = max(self._evaluations, key=lambda one: one.accuracy).step if self._evaluations else trusted
         return needed_snapshots(snapshots, trusted, best, every=every)

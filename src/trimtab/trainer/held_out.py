@@ -17,32 +17,32 @@ from trimtab.types import Engine, Problem, SamplingParams, Task
 
 @dataclass(frozen=True)
 class EvalTask:
-    """What is evaluated during training: a task, its scorer, the number of problems, and samples to each (0: none)."""
+    """A task that is evaluated during training."""
 
     task: Task
     scorer: Scorer
-    problems: int
-    samples: int
-    skip: int = 0  # problems of the test split that are left out before them
+    problems: int  # how many are evaluated
+    samples: int  # responses to each problem for avg@n; 0: greedy only
+    skip: int = 0  # problems at the start of the test split that are left out
     episodes: EpisodeRunner | None = None  # runs responses of several turns
 
     @property
     def metrics(self) -> list[str]:
-        """The keys of its accuracies."""
+        """The metric keys of the task's accuracies."""
         return eval_metrics(self.task.name, self.samples)
 
 
 def eval_metrics(task: str, samples: int) -> list[str]:
-    """Returns the keys of the accuracies of a task: greedy, and avg@n with samples."""
+    """Returns the metric keys of a task's accuracies: greedy, and avg@n if there are samples."""
     return [f"eval/{task}/greedy", *([f"eval/{task}/avg@{samples}"] if samples else [])]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Problems of the test split of one task: the first ones, behind those that are skipped.
+    """The held-out problems of one task: the first of its test split, after the skipped ones.
 
-    A problem whose prompt and longest response (of this task) do not fit the context together is not sampled (it is not
-    in `problems`) and counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
+    A problem is not in `problems` if its prompt and the task's longest response do not fit the context together. It
+    counts as not solved, as in `trimtab eval`. `sampling.max_prompt_tokens` has no effect here.
     """
 
     evaluated: EvalTask
@@ -60,7 +60,7 @@ class HeldOut:
         return cls(evaluated, fitting, len(problems) - len(fitting))
 
     def lines(self) -> list[str]:
-        """Messages for the user."""
+        """Returns messages for the user."""
         if not self.too_long:
             return []
         return [
@@ -95,7 +95,7 @@ class HeldOut:
 
 
 def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> SamplingParams:
-    """Returns the run's own sampling, greedy or as in training, with the stops and the length of the task."""
+    """Returns the run's sampling, greedy or as in training, with the task's stop strings and length limit."""
     own = replace(collector.sampling, top_logprobs=0)
     if task is not collector.stream.task:
         own = replace(own, stop=task.stop, max_tokens=task.max_tokens)
@@ -103,7 +103,7 @@ def _task_sampling(collector: Collector, task: Task, *, greedy: bool) -> Samplin
 
 
 def eval_tasks(config: Config, task: Task, scorer: Scorer, others: Sequence[Task]) -> list[EvalTask]:
-    """Returns the run's own task and those of `[[eval.task]]`, whose scorers start separate processes."""
+    """Returns the run's own task and the tasks of `[[eval.task]]`; each of these starts its own scorer processes."""
     section = config.eval
     evaluated = [EvalTask(task, scorer, section.problems, section.samples, section.skip)]
     for built, other in zip(others, section.task, strict=True):

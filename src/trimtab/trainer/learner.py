@@ -48,10 +48,10 @@ class Learner:
     reference: nn.Module | None = None
     features: Sequence[Feature] = ()
     updates: int = 0  # completed optimizer updates
-    bad_in_a_row: int = 0
-    micro_batch_tokens: int | None = None  # of a micro-batch; None until the first batch, whose lengths "auto" reads
+    bad_in_a_row: int = 0  # number of consecutive updates, up to the latest, that were not finite
+    micro_batch_tokens: int | None = None  # None until the first batch, whose lengths "auto" reads
     lr_factor: float = 1.0  # multiplies the learning rate of the schedule
-    decay_from: int | None = None  # the update from which it falls linearly to 0 besides, at the end of the run
+    decay_from: int | None = None  # update from which the rate also falls linearly, to 0 at the end of the run
     ranks: RankGroup = field(default_factory=current_ranks)
 
     @property
@@ -76,7 +76,7 @@ class Learner:
 
     @property
     def distills(self) -> bool:
-        """Whether advantages are the log-ratio of the reference, which is a teacher, to the proximal policy."""
+        """Whether advantages are log(reference / proximal): distillation, with the reference as teacher."""
         return self.config.advantage.kind == DISTILLATION
 
     @property
@@ -86,12 +86,12 @@ class Learner:
 
     @torch.no_grad()
     def score_fixed_policies(self, batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Returns `batches` with log-probs of the proximal and the reference policy, as objective and advantages read.
+        """Returns `batches` with log-probs of proximal and reference policy, if objective or advantages read them.
 
-        A baseline for each token reads the proximal policy's squares too, distillation its log-probs.
+        A baseline for each token also needs the proximal policy's `squares`; distillation needs its log-probs.
         """
         trainer, objective = self.config.trainer, self.objective
-        # With a single update of a batch the proximal policy is the detached current one, which costs no forward.
+        # With a single update per batch the proximal policy is the detached current policy: no additional forward.
         one_update = trainer.updates_per_step == 1 and trainer.proximal == "current"
         is_current = one_update and "proximal" not in objective.prepare_needs
         models: dict[Purpose, nn.Module] = {}
@@ -112,7 +112,7 @@ class Learner:
                 with one.weights:
                     for index, micro in assigned.items():
                         assigned[index] = self._run_pass(model, ForwardPass(micro, name), one, logps[index])
-        # With extras of this rank's micro-batches only: it trains on those that it scores.
+        # Only micro-batches that this rank scored have features' extras; it trains on the same ones.
         scored = [assigned.get(index, micro) for index, micro in enumerate(batch)]
         if self.ranks.size > 1:
             own = {f"{index}|{name}": logp for index, named in logps.items() for name, logp in named.items()}
@@ -127,7 +127,7 @@ class Learner:
     def _run_pass(
         self, model: nn.Module, call: ForwardPass, one: ProximalPass, logps: dict[str, torch.Tensor]
     ) -> MicroBatch:
-        """Adds to `logps` what a pass scores of one micro-batch, which is returned with what features add to it."""
+        """Scores a micro-batch and adds the result to `logps`. Returns the micro-batch with what features add to it."""
         tokens = one.tokens(call.micro) if one.tokens is not None and call.micro.rows else None
         if tokens is not None and self.ranks.size == 1 and not tokens.any():
             return call.micro  # several ranks must run the same number of forwards
@@ -151,7 +151,7 @@ class Learner:
 
         batches: the mini-batches, with advantages and the log-probs of the fixed policies. on_progress: called after
         each update with the number of updates done and their total. step: the number of the step, from 1. Raises
-        `NonFiniteUpdateError` if `trainer.max_bad_steps` updates in a row were not finite, or weights are not.
+        `NonFiniteUpdateError` if `trainer.max_bad_steps` updates in a row were not finite, or the weights are not.
         """
         for feature in self.features:
             feature.before_updates(self, batches, step)
@@ -173,10 +173,10 @@ class Learner:
         return stats
 
     def _one_update(self, batch: MiniBatch, stats: StepStatistics, version: int, *, first: bool, measure: bool) -> None:
-        """One optimizer update on the mini-batch `batch`. version: number of updates when the batch was taken.
+        """Makes one optimizer update on the mini-batch `batch`. version: number of updates when the batch was taken.
 
-        first: whether this is the first epoch. measure: whether the log-probs still measure the mismatch between
-        sampler and trainer, and not the effect of earlier updates.
+        first: whether this is the first epoch. measure: whether the log-probs show the mismatch between sampler and
+        trainer without the effect of earlier updates on the batch.
         """
         assigned = list(assigned_micro_batches(batch, self.ranks))
         stats.slots += len(assigned) * self.ranks.size
@@ -185,7 +185,7 @@ class Learner:
         probe = first and any(feature.probes for feature in self.features)
         perturbs = any(feature.perturbs_policy for feature in self.features)
         state = self._prepare(assigned)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # read once an update
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # read once per update
         with reused_casts():  # until the step changes the weights
             for index, micro in assigned:
                 clean = self.logp(micro) if probe else None
@@ -198,7 +198,7 @@ class Learner:
                 current = clean if perturbs else scores.logp.detach()
                 logps = current if micro.proximal is None else micro.proximal
                 if logps is not None:
-                    # Without a proximal pass the log-probs of a later mini-batch follow the updates on earlier ones.
+                    # Without a proximal pass, a later mini-batch is scored after the updates on earlier mini-batches.
                     scored_by = self.updates if micro.proximal is None else version
                     perturbed = None if clean is None else scores.logp.detach()
                     stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
@@ -220,7 +220,7 @@ class Learner:
         stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates) * self.lr_factor
         if self.decay_from is not None:
             stats.lr *= linear_decay(self.updates, self.decay_from, self.total_updates)
-        self.optimizer.param_groups[0]["lr"] = stats.lr  # the policy's: those of other modules are constant
+        self.optimizer.param_groups[0]["lr"] = stats.lr  # the policy's; other modules have constant rates
         loss = self.ranks.all_reduce_sum(float(loss_sum))
         norm = clip_gradient(policy, self.config.optim.grad_clip, self.ranks)
         others_are_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
@@ -245,7 +245,7 @@ class Learner:
             )
 
     def _prepare(self, assigned: Sequence[tuple[int, MicroBatch]]) -> Any:
-        """Returns the objective's state of the whole update, such as denominators, over all micro-batches and ranks."""
+        """Returns the objective's state for one update, such as denominators, over all micro-batches and ranks."""
         state = None
         for index, micro in assigned:
             scores = None
@@ -274,7 +274,7 @@ class Learner:
         )
 
     def _score(self, model: nn.Module, call: ForwardPass, *, squares: bool = False) -> tuple[TokenScores, MicroBatch]:
-        """Returns the scores of one forward with all features, and the micro-batch with what they add to it."""
+        """Runs one forward with all features. Returns its scores, and the micro-batch with what features add to it."""
         micro, config = call.micro, self.config
         options: dict[str, Any] = {}
         with ExitStack() as stack:

@@ -6,15 +6,15 @@ One iteration of `Trainer.train`:
     2. prepare    pack them into micro-batches, score the proximal and the reference policy, drop rows whose proximal
                   log-probs are not finite, compute advantages over whole groups
     3. update     one optimizer update for each mini-batch, `trainer.epochs` times
-    4. publish    give the engines the new weights, if `trainer.sync_every` updates have passed since the last time
+    4. publish    give the engines the new weights if `trainer.sync_every` updates have passed since the last time
     5. measure    collect the metrics of the step
     6. evaluate   accuracy on held-out problems, greedy and of several samples, every `eval.every` steps
     7. write      trajectories, metrics and a checkpoint; then sinks and the observer
-    8. guard      with `[guard]`: return to an earlier checkpoint, if there is a sign of a collapse
+    8. guard      with `[guard]`: return to an earlier checkpoint if there is a sign of a collapse
 
 The rollout source (trainer/rollout/source.py) generates a batch when it is asked for one, or takes it from engines that
 generate while the trainer updates. Optional methods take part through `Learner.features` (features/feature.py).
-Policies are dated in optimizer updates: version n is the policy after n updates.
+Policy versions count optimizer updates: version n is the policy after n updates.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Number of the last step: as many as the recipe's, besides those that the guard discarded."""
+        """Number of the last step: `trainer.steps` plus the steps that the guard discarded."""
         return self.config.trainer.steps + self.guard.state.discarded
 
     def train(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Trainer:
         return metrics
 
     def _prepare_and_update(self, groups: Sequence[Group]) -> tuple[Batch, StepStatistics]:
-        """Trains on the groups; where the device's memory is full, again with micro-batches of half the tokens."""
+        """Trains on the groups. If the device's memory is full, tries again with half the tokens per micro-batch."""
         version = self.learner.updates
         while True:
             try:
@@ -143,10 +143,10 @@ class Trainer:
                 return batch, self._update(batch)
             except torch.OutOfMemoryError:
                 tokens = self.learner.micro_batch_tokens
-                # Not after an update of this batch, nor where other ranks wait in the middle of theirs.
+                # Not possible after an update of this batch, or while other ranks wait in the middle of their update.
                 if self.learner.updates != version or self.learner.ranks.size > 1 or tokens is None or tokens < 2:
                     raise
-            # Outside of `except`, where the traceback would keep the tensors of the failed update.
+            # Outside of `except`: inside, the traceback would keep the tensors of the failed update.
             self.learner.micro_batch_tokens = tokens // 2
             self.learner.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
@@ -185,7 +185,7 @@ class Trainer:
         self.source.publish(named_weights(model), version, **options)
 
     def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
-        """Returns the metrics of a step that runs/metrics.toml lists. `version`: updates before the step."""
+        """Returns the metrics of a step (see runs/metrics.toml). `version`: number of updates before the step."""
         self.seconds["proximal"] = batch.seconds
         self.seconds |= {"collect": rollout.seconds_generating, "score": rollout.seconds_scoring}
         metrics: dict[str, Any] = {
@@ -211,7 +211,7 @@ class Trainer:
         return metrics
 
     def _evaluate(self, moment: Moment) -> dict[str, float]:
-        """Returns held-out accuracies of weights in the engine's dtype, neither quantized nor perturbed."""
+        """Returns held-out accuracies of the weights in the engine's dtype, without quantization or perturbation."""
 
         def measure(engine: Engine) -> dict[str, float]:
             parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]
@@ -227,7 +227,7 @@ class Trainer:
         return self.step == self.steps or bool(every and self.step % every == 0)
 
     def _write(self, batch: Batch, stats: StepStatistics, metrics: dict[str, Any], evaluated: dict[str, float]) -> None:
-        """Writes this step's files, then calls sinks and observer: what a display shows is already on disk."""
+        """Writes this step's files, then calls sinks and observer, so that what a display shows is already on disk."""
         every = self.config.log.trajectories_every
         if self.run.writes and every and self.step % every == 0:
             rows = batch.rows(stats, self.learner.mismatch_policy)
@@ -242,14 +242,14 @@ class Trainer:
         self.observer.step(metrics)
 
     def _save_if_due(self, evaluated: dict[str, float]) -> None:
-        """Saves a checkpoint if one is due; training goes on before one that only the guard needs is on the disk."""
+        """Saves a checkpoint if one is due. If only the guard needs it, training does not wait for the disk."""
         if self._is_due(self.config.checkpoint.every) or snapshot.has_improved(self, evaluated):
             snapshot.save(self, evaluated)
         elif self.guard.is_on and self.step % self.config.guard.every == 0:
             snapshot.save(self, evaluated, wait=False)
 
     def log_restored(self, marks: Mapping[str, Any]) -> None:
-        """Evaluates the policy that the guard restored, and logs and saves it as a step of its own."""
+        """Evaluates the policy that the guard restored, and logs and saves it as an additional step."""
         self.step += 1
         evaluated = self._evaluate("after")
         self.run.log({"step": self.step, "updates": self.learner.updates, **marks, **evaluated})

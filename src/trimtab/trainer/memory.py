@@ -1,4 +1,4 @@
-"""The number of tokens in a micro-batch, from an estimate of the memory of a training rank at the peak of an update.
+"""Chooses the tokens of a micro-batch from an estimate of the peak memory of a training rank during an update.
 
     weights, gradients, optimizer    P x (1 + 1 + 2) x master bytes, over the ranks
     copies                           weights in the dtype of the products: all layers on one rank; when sharded, two
@@ -6,10 +6,10 @@
     kept                             activations kept for the backward; with checkpointing, one input for each layer
     layer                            one layer during its backward
     attention                        on a CPU one block of scores and its mask: some queries of a long row, or several
-                                     short rows; on an accelerator, which keeps no scores, rows of prompt and response
+                                     short rows; on an accelerator, with no scores kept, rows of prompt and response
     head                             hidden states, tiles of logits, and the dense gradient of the head
 
-In bytes. `benchmarks/memory.py` compares the terms with measurements on a CPU.
+All terms are in bytes. `benchmarks/memory.py` compares the terms with measurements on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLOAT32 = 4  # bytes of a value
 CPU_TOKENS = 2048
 """Tokens of a micro-batch on a CPU, where larger ones are not faster, and on devices whose memory is not known."""
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Those that are tried on a GPU. Larger ones are not faster: kernels compute for longer than they start."""
+"""Sizes to try on a GPU. Larger ones are not faster: kernels then compute for longer than their launch takes."""
 MARGIN = 0.8
 """Share of the free memory that the estimate may fill: it is right within 15%, and memory is fragmented."""
 
@@ -54,9 +54,9 @@ def micro_batch_tokens(
 ) -> int:
     """Returns the value of `trainer.micro_batch_tokens`, or for "auto" the largest of `SIZES` that fits free memory.
 
-    Call it when the weights are on the device, before the first update: gradients and the optimizer's state are
-    counted as still to come. prompt, response: tokens of the longest prompt and of the longest response that are
-    expected. update: tokens of an update; with several ranks a micro-batch is at most a rank's share of them.
+    Call it when the weights are on the device, before the first update: it assumes that gradients and optimizer state
+    are not allocated yet. prompt, response: tokens of the longest expected prompt and response. update: tokens of an
+    update; with several ranks a micro-batch has at most a rank's share of them.
     """
     chosen = config.trainer.micro_batch_tokens
     if chosen != "auto":
@@ -89,17 +89,17 @@ class Shape:
     hidden: int
     heads: int
     queries: int  # channels of all query heads
-    keys: int  # channels of all key heads; the values have as many
-    inner: int  # width of a feed-forward network, in a mixture of all experts that see a token
+    keys: int  # channels of all key heads, and of all value heads
+    inner: int  # width of the feed-forward network; in a mixture, of all experts of one token
     vocabulary: int
     layer: int  # parameters of one layer
-    parameters: int  # those of the whole model
+    parameters: int  # of the whole model
     tied: bool  # whether the head is the embedding
     qk_norm: bool = False  # whether queries and keys are normalized
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
-        """Returns the sizes of the model of a transformers configuration; its weights are counted, not made."""
+        """Returns the sizes of the model that a transformers configuration describes, without allocating weights."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layers = decoder_stack(model).layers
@@ -135,8 +135,8 @@ class Rank:
     tokens: int  # run through the layers
     scored: int  # response tokens, run through the head
     rows: int  # responses in the micro-batch
-    prompt: int  # length of the longest one
-    response: int  # length of the longest one
+    prompt: int  # tokens of the longest prompt
+    response: int  # tokens of the longest response
     master: int = 4  # bytes per value of weights, gradients and optimizer state
     compute: int = 2  # bytes per value in products
     recompute: bool = False  # gradient checkpointing
@@ -145,7 +145,7 @@ class Rank:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens in rows of a prompt and a response each."""
+        """Tokens if every response had its own copy of the prompt."""
         return self.rows * (self.prompt + self.response)
 
 
@@ -161,7 +161,7 @@ def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
     else:
         scores = rank.rows * shape.heads * rank.response * (rank.prompt + rank.response)
         attention = scores * compute if rank.cpu and scores <= MAX_SAVED_SCORES else 0.0
-        if not rank.cpu:  # rows beside the packed tokens: a prompt is in the row of each of its responses
+        if not rank.cpu:  # besides packed tokens, rows of a prompt and a response each
             rows = rank.row_tokens * (2 * compute * (shape.queries + shape.keys) + FLOAT32 * shape.heads)
             attention = rows - rank.tokens * compute * (shape.queries + 2 * shape.keys)
         kept = shape.layers * (layer + attention) + last
@@ -211,7 +211,7 @@ def _copies(shape: Shape, rank: Rank) -> float:
 def _attention(shape: Shape, rank: Rank) -> float:
     if not rank.cpu:
         channels = shape.queries + 2 * shape.keys
-        # Output and its gradient, gradients of rows in both dtypes, and those of the packed tokens.
+        # Output and its gradient, gradients of rows in both dtypes, and gradients of the packed tokens.
         rows = rank.row_tokens * (2 * rank.compute * shape.queries + (rank.compute + FLOAT32) * channels)
         return rows + 2 * FLOAT32 * rank.tokens * channels
     keys = rank.prompt + rank.response

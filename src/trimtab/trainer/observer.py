@@ -1,6 +1,6 @@
-"""Who hears of the progress of a run: observers, and optional copies of metrics.jsonl (TensorBoard, Weights & Biases).
+"""Observers of a run's progress, and sinks that copy its metrics to TensorBoard or Weights & Biases.
 
-Training imports no display.
+Training does not import any display.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Observer(Protocol):
         """Called after each step with the object that was written to metrics.jsonl."""
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
-        """Greedy accuracy in [0, 1] on held-out problems before training, after it, or after step `moment`."""
+        """Called with the greedy accuracy in [0, 1] on held-out problems, before or after training or after a step."""
 
     def message(self, text: str) -> None:
-        """One line of text for the user."""
+        """Called with one line of text for the user."""
 
     def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
         """Called once, at the end. Displays show `eval/<task>/before`, `/after` and `/problems` in one line."""
@@ -68,14 +68,14 @@ def open_sinks(log: LogConfig, run_dir: Path, first_step: int = 0) -> list[Sink]
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Sink:
-    """Event files below `run_dir`; events of an interrupted run from `first_step` on are hidden."""
+    """Returns a sink of event files below `run_dir`. Events of an interrupted run from `first_step` on are hidden."""
     require_extra("tensorboard", "log.tensorboard", "or turn it off")
     from torch.utils.tensorboard import SummaryWriter
 
     writer, written_texts = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=first_step), dict[str, str]()
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
-        """Numbers become curves (NaN included); a string is written when it changes."""
+        """Writes numbers (also NaN) as curves, and a string when it changes."""
         for key, value in metrics.items():
             if isinstance(value, str):
                 if written_texts.get(key) != value:
@@ -89,7 +89,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
 
 
 def _wandb(project: str, run_dir: Path) -> Sink:
-    """The run has the name of the run directory, where `wandb-id` holds its id: a resumed run continues its curves."""
+    """Returns a sink for a W&B run named like `run_dir`. A resumed run finds its id in the file `wandb-id`."""
     require_extra("wandb", "log.wandb", "or remove log.wandb")
     import wandb  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""AdamW, checks of its updates, their repetition bit for bit, and the learning rate by update."""
+"""AdamW, gradient clipping, checks for finite weights, repeatable gradients, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class NonFiniteUpdateError(DivergedError):
 def build_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimConfig, modules: Iterable[tuple[torch.nn.Module, float]] = ()
 ) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters (about six times faster than the loop over tensors on a CPU).
+    """Returns fused AdamW over the trainable parameters (on a CPU about six times faster than a loop over tensors).
 
-    `modules`: further modules, each with its constant rate. They have no decay, which would pull a log sigma
-    towards sigma = 1.
+    `modules`: further modules, each with a constant learning rate. They have no weight decay: it would pull a log sigma
+    towards 0, which is sigma = 1.
     """
     groups: list[dict[str, Any]] = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
     groups += [{"params": list(module.parameters()), "lr": lr, "weight_decay": 0.0} for module, lr in modules]
@@ -43,7 +43,7 @@ def build_optimizer(
 
 
 def learning_rate(config: OptimConfig, update: int, total: int) -> float:
-    """Learning rate of update `update` (from 0) of `total`: linear warm-up, then constant or cosine to `min_lr`."""
+    """Returns the rate of update `update` (from 0) of `total`: linear warm-up, then constant or cosine to `min_lr`."""
     if update < config.warmup:
         return config.lr * (update + 1) / config.warmup
     if config.schedule != "cosine":
@@ -73,7 +73,7 @@ def clip_gradient(parameters: Sequence[torch.nn.Parameter], bound: float, ranks:
 def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) -> None:
     """Raises `NonFiniteUpdateError` if a finite gradient made weights overflow: they must not be saved."""
     weights = [local_shard(parameter).detach() for parameter in parameters]
-    # The largest of all is exact but slow on a CPU, so it is computed where the squares overflow only.
+    # The maximum norm cannot overflow but is slow on a CPU: it is computed only if the sum of squares overflows.
     finite = any(bool(torch.nn.utils.get_total_norm(weights, power).isfinite()) for power in (2.0, math.inf))
     if ranks.all_reduce_sum(float(not finite)):
         raise NonFiniteUpdateError("an update made the weights non-finite", weights_are_good=False)
@@ -81,9 +81,9 @@ def check_weights(parameters: Sequence[torch.nn.Parameter], ranks: RankGroup) ->
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """Inside, a GPU adds the gradients of repeated rows in a fixed order, so that a run can be repeated bit for bit.
+    """Makes a GPU add the gradients of repeated rows in a fixed order inside, so that runs repeat bit for bit.
 
-    It holds for the whole process. PyTorch warns of operations that have no such order.
+    The setting holds for the whole process. PyTorch warns of operations that have no deterministic version.
     """
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         yield
@@ -91,7 +91,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # it would write every new tensor twice
+    settings.fill_uninitialized_memory = False  # True would write every new tensor twice
     try:
         yield
     finally:

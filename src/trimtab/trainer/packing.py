@@ -26,7 +26,7 @@ from trimtab.types import Trajectory
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some rows of a batch as tensors, of shape (rows, time) if nothing else is said."""
+    """Some rows of a batch as tensors, of shape (rows, time) unless stated otherwise."""
 
     rows: tuple[int, ...]  # positions in the batch's list of trajectories
     tokens: TokenBatch  # prompts and responses, padded
@@ -34,11 +34,11 @@ class MicroBatch:
     behavior: torch.Tensor  # float32 log-probs of the sampler; NaN at tokens of external traces, 0 at observations
     turn: torch.Tensor  # int64, number of the model turn from 0, as `Completion.turn`; -1 at padding
     off_policy: torch.Tensor  # bool, True at tokens of external traces
-    age: torch.Tensor  # int64, in training steps: 1 at tokens of the policy that began this step, 2 of the one before
-    advantage: torch.Tensor  # also (rows, 1); NaN until it is known: a loss that reads it too early is NaN
+    age: torch.Tensor  # int64, in steps: 1 for tokens of this step's first policy, 2 for the policy a step earlier
+    advantage: torch.Tensor  # or (rows, 1); NaN until computed, so that a loss that reads it too early is NaN
     proximal: torch.Tensor | None = None  # float32 log-probs; None until scored
-    reference: torch.Tensor | None = None  # likewise
-    squares: torch.Tensor | None = None  # sum of p^2 over the vocabulary, where the advantages read it
+    reference: torch.Tensor | None = None  # float32 log-probs; None until scored
+    squares: torch.Tensor | None = None  # sum of p^2 over the vocabulary, if the advantages read it
     extras: Mapping[str, Any] = field(default_factory=dict)  # what features have attached, by name (`features/`)
 
     @property
@@ -112,8 +112,8 @@ def to_tensors(
 ) -> MicroBatch:
     """Returns the chosen trajectories as padded tensors on `device`.
 
-    version: completed updates at the begin of the step; with `updates_per_step` it gives the ages. share_prompts: each
-    group's prompt appears, and is computed, once.
+    version: number of updates before the step; with `updates_per_step` it determines the ages. share_prompts: whether
+    each group's prompt appears, and is computed, once.
     """
     chosen = [trajectories[row] for row in rows]
     keys = [t.group if share_prompts else row for t, row in zip(chosen, rows, strict=True)]
@@ -128,7 +128,7 @@ def to_tensors(
     time = tokens.response_ids.shape[1]
     completions = [t.completion for t in chosen]
     behavior = [np.where(c.sampled, c.logp_behavior, np.float32(0)) for c in completions]
-    # Rounded up: a policy from the middle of a step is as old as the one that the step began with.
+    # Rounded up: a policy from the middle of a step is as old as the policy at the start of that step.
     ages = [1 + np.maximum(0, -((c.policy_version - version) // updates_per_step)) for c in completions]
     return MicroBatch(
         rows=tuple(rows),
@@ -143,7 +143,7 @@ def to_tensors(
 
 
 def rows_with_non_finite_proximal(minibatches: Sequence[Sequence[MicroBatch]]) -> set[int]:
-    """Returns rows with a proximal log-prob that is not finite at a trained token."""
+    """Returns the rows with a proximal log-prob that is not finite at a trained token."""
     bad: set[int] = set()
     for micro in (micro for minibatch in minibatches for micro in minibatch):
         if micro.proximal is not None:
@@ -153,7 +153,7 @@ def rows_with_non_finite_proximal(minibatches: Sequence[Sequence[MicroBatch]]) -
 
 
 def _pieces(trajectories: Sequence[Trajectory], group: Sequence[int], budget: int) -> Iterator[tuple[list[int], _Size]]:
-    """Splits one group into parts that fit the budget; a sample that does not fit alone is one part."""
+    """Yields parts of one group that fit the budget; a sample that alone exceeds the budget is one part."""
     empty = _Size(prompts=1, prompt=len(trajectories[group[0]].prompt.ids))
     piece: list[int] = []
     size = empty
@@ -176,10 +176,10 @@ def pad(rows: Sequence[np.ndarray], time: int, value: float | bool) -> torch.Ten
 
 
 def assign_micro_batches(sizes: Sequence[int], ranks: int) -> list[list[int | None]]:
-    """Returns for each rank the positions of its micro-batches, one for each round; None in a round without one.
+    """Returns for each rank the position of its micro-batch in each round, None if it has none in that round.
 
     Ranks wait for one another in every layer of every round, so a round holds micro-batches of similar size. Within a
-    round the largest one goes to the rank with the fewest tokens so far. One rank keeps the order.
+    round the largest one goes to the rank with the fewest tokens so far. A single rank keeps the order.
     """
     if ranks == 1:
         return [list(range(len(sizes)))]
@@ -196,7 +196,7 @@ def assign_micro_batches(sizes: Sequence[int], ranks: int) -> list[list[int | No
 
 
 def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: RankGroup) -> Iterator[tuple[int, MicroBatch]]:
-    """Yields this rank's micro-batches with their positions in `batch`; an empty one in rounds without one."""
+    """Yields this rank's micro-batches and their positions in `batch`; if a round has none for it, an empty one."""
     if ranks.size == 1:
         yield from enumerate(batch)
         return
@@ -206,7 +206,7 @@ def assigned_micro_batches(batch: Sequence[MicroBatch], ranks: RankGroup) -> Ite
 
 
 def empty_micro_batch(like: MicroBatch) -> MicroBatch:
-    """A micro-batch without rows but with one token to run: sharded ranks must run forward and backward together."""
+    """Returns a micro-batch of one token, without rows: sharded ranks must run forward and backward together."""
     tokens = like.tokens
     one_id, real = tokens.prompt_ids[:1, -1:], torch.ones(1, 1, dtype=torch.bool, device=like.mask.device)
     one = TokenBatch(one_id, real, one_id, real, tokens.prompt_index.new_zeros(1))

@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 HEARTBEAT_INTERVAL = 1.0  # seconds between heartbeats, and between checks of the parent
-TRANSFER_TIMEOUT = 300  # seconds in which no byte of a message moves, after which it is given up
-OUTPUT_TAIL_BYTES = 4096  # of the child's output that are searched for the last line
+TRANSFER_TIMEOUT = 300  # seconds without progress after which a transfer of a message fails
+OUTPUT_TAIL_BYTES = 4096  # bytes at the end of the child's output in which to find its last line
 # Set by torchrun and removed from the child's environment: the child is not a rank. torch.distributed started in it (by
 # vLLM) would otherwise join the trainer's ranks and wait for their store.
 TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME"}
@@ -32,14 +32,14 @@ TORCHRUN_VARIABLES |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORL
 
 
 class Message(NamedTuple):
-    """What one end sent, and the open file that came with it, which the receiver must close."""
+    """A message, and the open file that was sent with it, if any; the receiver must close the file."""
 
     content: Any
     descriptor: int | None = None
 
 
 class Heartbeat(NamedTuple):
-    """Sent while the child works; `progress` grows with it."""
+    """Sent while the child works. `progress` grows as the work proceeds."""
 
     progress: int
 
@@ -47,15 +47,15 @@ class Heartbeat(NamedTuple):
 class WorkerProcess:
     """Runs `python -P -m module` in a new session; the module talks to this process through `Parent`.
 
-    Ctrl-C in the terminal does not reach the child, and it is not a rank of torchrun. It ends with this process,
-    however that ends, and with everything it started. One thread at a time sends and receives. `close` and `kill` may
-    be called from another one, and then `send` and `receive` raise.
+    Ctrl-C in the terminal does not reach the child, and the child is not a rank of torchrun. If this process ends, for
+    any reason, the child and everything it started end too. Only one thread at a time may send and receive. Another
+    thread may call `close` or `kill`; `send` and `receive` then raise.
 
     Args:
-        module: the `__main__` module of the child; that of this process is not imported.
-        environment: variables to add to those of this process.
-        show_output: whether its output appears on the error output of this process; otherwise it goes to an unnamed
-            file, of which `last_output` quotes the last line.
+        module: the `__main__` module of the child, which does not import this process's `__main__`.
+        environment: variables to add to this process's environment.
+        show_output: whether the child's output appears on the standard error of this process. Otherwise it goes to an
+            unnamed file, whose last line `last_output` returns.
     """
 
     def __init__(self, module: str, *, environment: Mapping[str, str] | None = None, show_output: bool = False) -> None:
@@ -85,7 +85,7 @@ class WorkerProcess:
         try:
             _send(self._connection, content, descriptor)
         except BaseException:
-            self.kill()  # the rest of a message that was sent in part cannot be told from the next one
+            self.kill()  # a partly sent message would be mixed up with the next one
             raise
 
     def receive(self, timeout: float | None = None) -> Message | None:
@@ -102,7 +102,7 @@ class WorkerProcess:
         return message
 
     def close(self, timeout: float) -> None:
-        """Closes the connection, on which the child ends by itself, and kills it after `timeout` seconds."""
+        """Closes the connection, which makes the child exit; kills it if it still runs after `timeout` seconds."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired), _as_socket(self._connection) as end:
             end.shutdown(socket.SHUT_WR)
             self.process.wait(timeout)
@@ -124,12 +124,12 @@ class WorkerProcess:
 
 
 class Parent:
-    """The far end of a `WorkerProcess`, in the child. The child exits, with everything it started, when its parent has
-    closed the connection or has ended for any reason.
+    """The child's end of a `WorkerProcess`. The child and everything it started are killed when the parent closes the
+    connection or ends for any reason.
 
     Args:
-        receive: called with every message in a thread that reads the connection, also while the child works.
-        progress: a number to send as a heartbeat, once a second; None while the parent waits for nothing.
+        receive: called with every message, in the thread that reads the connection, even while the child works.
+        progress: a number to send as a heartbeat, once a second; None while the parent awaits no answer.
         close: called in that thread when the parent is gone, before the child is killed.
     """
 
@@ -154,7 +154,7 @@ class Parent:
     def _listen(self) -> None:
         try:
             due = time.monotonic() + HEARTBEAT_INTERVAL
-            # Not the connection alone: a process forked from the parent may hold it open after the parent's exit.
+            # Checks the pid too: a process forked from the parent may hold the connection open after its exit.
             while os.getppid() == self._pid:
                 if self._connection.poll(max(0.0, due - time.monotonic())):
                     self._receive(_receive(self._connection))
@@ -181,7 +181,7 @@ class Parent:
 
 
 def signal_name(number: int) -> str:
-    """Returns a signal's name; of most real-time signals, the distance to the first."""
+    """Returns a signal's name; for a real-time signal without a name, `SIGRTMIN` plus its distance."""
     names = {int(member): member.name for member in signal.Signals}
     return names.get(number, f"SIGRTMIN{number - signal.SIGRTMIN:+}")
 
@@ -211,7 +211,7 @@ def _as_socket(connection: Connection) -> socket.socket:
 
 
 def _limit_transfers(connection: Connection) -> None:
-    """Makes the connection raise `BlockingIOError` when no byte moves for a while in the middle of a message."""
+    """Makes the connection raise `BlockingIOError` if a message makes no progress for `TRANSFER_TIMEOUT` seconds."""
     with _as_socket(connection) as end:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TRANSFER_TIMEOUT, 0))
@@ -222,8 +222,8 @@ def _kill(connection: Connection, process: subprocess.Popen[bytes], owner: int) 
         return  # a forked copy of this process must not end its parent's child
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # including processes that it started, which may still run
-    # Wakes a thread that waits for a message. The connection is closed with the last reference: its number must not be
-    # used again while that thread still reads it.
+    # Wakes a thread that waits for a message. The connection is closed with the last reference: its descriptor must
+    # not be reused while that thread still reads it.
     with contextlib.suppress(OSError), _as_socket(connection) as end:
         end.shutdown(socket.SHUT_RDWR)
     process.wait()

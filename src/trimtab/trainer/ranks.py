@@ -1,9 +1,8 @@
 """The process group of a run and its collectives: broadcast, gather, sum, run on all ranks.
 
 `torchrun` starts one process for each device and numbers them in the environment. Every rank runs the same program;
-rank 0 is the leader: it has the engines and the run directory, and alone samples and scores. Besides tensors, ranks
-exchange bytes (JSON, safetensors, parquet) and no pickles. A run of one process has the rank `SINGLE_RANK`, which
-exchanges nothing.
+rank 0 is the leader: only it has the engines and the run directory, samples and scores. Ranks exchange tensors and
+bytes (JSON, safetensors, parquet), never pickles. A run of one process uses `SINGLE_RANK`, which exchanges nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class RankGroup:
 
     rank: int = 0
     size: int = 1
-    device: torch.device | None = None  # of its model; None: the one the model is on
+    device: torch.device | None = None  # of its model; None: the device of the model's parameters
     control: Any = None  # the gloo process group for bytes
 
     @property
@@ -73,7 +72,7 @@ class RankGroup:
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def all_reduce_sum(self, value: float) -> float:
-        """Returns the sum over ranks, added in their order: the same bits on every rank."""
+        """Returns the sum over ranks, added in the order of ranks: the same bits on every rank."""
         return sum(struct.unpack("<d", part)[0] for part in self.gather(struct.pack("<d", value)))
 
     def all_reduce_max(self, value: float) -> float:
@@ -121,7 +120,7 @@ def launched_by_torchrun() -> bool:
 
 
 def is_follower() -> bool:
-    """Whether this process is one of several ranks, and not the leader."""
+    """Whether this process is one of several ranks, but not the leader."""
     return launched_by_torchrun() and os.environ.get("RANK") != "0"
 
 
@@ -136,9 +135,9 @@ def _world_size() -> int:
 def join() -> Iterator[RankGroup]:
     """Joins the process group of the ranks that torchrun started (gloo on CPU, nccl between GPUs).
 
-    Yields `SINGLE_RANK` for a run of one process. A nested call does not join again. Inside, a lost rank is a
-    `TrimtabError` on the ranks that notice it. Raises `TrimtabError` for environment variables that are not torchrun's,
-    or fewer GPUs than local ranks.
+    Yields `SINGLE_RANK` for a run of one process. A nested call does not join again. Inside, the ranks that notice the
+    loss of a rank raise `TrimtabError`. Also raises it if torchrun's environment variables are incomplete or invalid,
+    or if there are fewer GPUs than local ranks.
     """
     global _current
     size = _world_size()

@@ -1,4 +1,4 @@
-"""The kinds of a part of recipes, such as tasks or rewards, by name."""
+"""Looks up the classes of a part of recipes, such as tasks or rewards, by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trimtab.errors import TrimtabError, did_you_mean, explain
 
 
 class Registry(NamedTuple):
-    """Classes of pydantic by name, whose fields are the keywords of a part of recipes."""
+    """Pydantic classes by name, for one part of recipes. The fields of a class are its keywords in a recipe."""
 
-    part: str  # what they are, in messages
+    part: str  # what messages call such a class
     classes: Mapping[str, str]  # `module:Class` below `trimtab.trainer`, imported when used: some need heavy libraries
-    own: str  # how a user takes part with something of their own, in the message for an unknown name
+    own: str  # ends the message for an unknown name: how to use a class or function of one's own
 
     def names(self) -> list[str]:
         return sorted(self.classes)
@@ -27,7 +27,7 @@ class Registry(NamedTuple):
         return {field.alias or key: field for key, field in self._class_of(name).model_fields.items()}
 
     def read(self, name: str, keywords: Mapping[str, Any]) -> Any:
-        """Returns the object of the class with these keywords, which are checked."""
+        """Returns an object of the class `name` with these keywords. Raises `TrimtabError` if they are not valid."""
         try:
             return self._class_of(name)(**keywords)
         except ValidationError as error:

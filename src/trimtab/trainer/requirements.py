@@ -17,7 +17,7 @@ from trimtab.types import Task
 def check_recipe(config: Config, objective: Objective, world_size: int | None) -> None:
     """Raises `TrimtabError` for settings that contradict each other or the objective, and warns of keys without effect.
 
-    `world_size` is the number of ranks of this run's process group, None where it is not known.
+    `world_size` is the number of ranks of this run's process group, None if it is not known.
     """
     refuse(contradictions(config))  # again: the caller may have built or changed the recipe in Python
     refuse(_objective_contradictions(config, objective))
@@ -51,7 +51,7 @@ def _objective_contradictions(config: Config, objective: Objective) -> Iterator[
             'token-bypass, m2po, ...), or set trainer.proximal = "snapshot" or max_lag = 0'
         )
     if config.routing.replay == "proximal" and ("proximal" not in objective.needs or trainer.updates_per_step == 1):
-        # The proximal pass of a single update is its own forward, which would replay its own choice.
+        # With a single update, the training forward is the proximal pass: it would replay its own choice.
         yield (
             'routing.replay = "proximal" records experts in the proximal pass, and there is none with objective '
             f"{name!r} and {trainer.updates_per_step} updates of a batch: raise trainer.minibatches or trainer.epochs "
@@ -104,7 +104,7 @@ def _unread_keys(config: Config, objective: Objective, world_size: int | None) -
     if is_set(config, "sharding") and (config.ray.trainers if config.placement == "ray" else world_size) == 1:
         yield "[sharding] has no effect with one process: start several with torchrun, or leave it out"
     if trainer.max_lag and objective.single_behavior and (trainer.sync_every or 1) <= trainer.updates_per_step:
-        # The buffer is emptied when the sampler is refreshed.
+        # The buffer is emptied when the sampler gets new weights.
         yield (
             f"trainer.max_lag has no effect on objective {name!r}, which never trains on responses of older weights "
             "than the engine's: set trainer.sync_every above the updates of a step, or leave max_lag out"
@@ -114,7 +114,7 @@ def _unread_keys(config: Config, objective: Objective, world_size: int | None) -
 def task_contradictions(
     config: Config, task: Task, rewards: Sequence[str], eval_metrics: Sequence[str]
 ) -> Iterator[str]:
-    """Yields what is wrong with a task of too few problems, and with names of rewards and metrics that do not fit.
+    """Yields errors: a task with too few problems, unknown or repeated metrics, rewards with a reserved name.
 
     `rewards` are the names under which rewards are logged, `eval_metrics` the keys of all accuracies that are measured.
     """

@@ -93,17 +93,19 @@ def train(
 ) -> TrainResult:
     """Trains a run and returns its directory and last metrics.
 
-    Ctrl-C, SIGTERM and `stop` end it after the step in progress, with a checkpoint; a second signal at once.
+    Ctrl-C, SIGTERM or `stop` ends the run after the current step, with a checkpoint; a second signal ends it at once.
 
     Args:
         config: the recipe.
         reward: function of completion text and problem that replaces the recipe's rewards.
-        objective, environment: replace those of the recipe; the environment is a class.
+        objective: replaces the recipe's objective.
+        environment: a class that replaces the recipe's environment.
         out: run directory; default: `config.out`, then `runs/run`.
         resume: continue from the newest intact checkpoint in `out`.
-        engines: builds the engines elsewhere, as on a cluster. Default: on this machine.
-        observer, stop: receives the events of the run; ends it when set by another thread. Default: none.
-        command: the command line to record in the run's provenance; default: that of this process.
+        engines: builds the engines, for example on a cluster. Default: engines on this machine.
+        observer: receives the events of the run. Default: none.
+        stop: another thread ends the run by `stop.request()`. Default: none.
+        command: the command line to record in the run's provenance; default: this process's command line.
 
     Raises:
         TrimtabError: anything that the user can correct.
@@ -169,7 +171,7 @@ def build_parts(
     longest = config.sampling.max_tokens
     task = tasks.with_max_tokens(tasks.build(config.task.name, **config.task.keywords), longest)
     others = [tasks.with_max_tokens(tasks.build(other.name, **other.keywords), longest) for other in config.eval.task]
-    with ExitStack() as started:  # ends the processes that were started before an error
+    with ExitStack() as started:  # ends the processes that were started, if an error follows
         section = config.environment
         multi_turn = None if section is None else environments.build(section, environment)
         if multi_turn is not None:
@@ -186,7 +188,7 @@ def build_parts(
             started.callback(other.scorer.close)
         eval_keys = [key for one in evaluated for key in one.metrics]
         refuse(task_contradictions(config, task, [entry.name for entry in scorer.rewards], eval_keys))
-        # Only the leader scores and plays episodes: on other ranks the processes end here.
+        # Only the leader scores and runs episodes: on other ranks the processes end here.
         close = started.pop_all().close if current_ranks().is_leader else started.close
         return RunParts(built, task, scorer, evaluated, multi_turn, close)
 
@@ -206,7 +208,7 @@ def build_trainer(
     if config.routing.replay != "none":
         require_mixture(config, loaded.model)  # before engines are built
     if ranks.size > 1 and ranks.is_leader and config.engine.type == "embedded":
-        # The embedded engine copies the model on the device where it finds it.
+        # The embedded engine copies the model on the model's current device.
         loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]
     build = factory or partial(build_engines, notify=observer.message)
     engines = build(config, loaded, run.model_folder) if ranks.is_leader else []
@@ -268,7 +270,7 @@ def _build_learner(
 
 
 def _load_reference(config: Config, loaded: LoadedModel) -> nn.Module:
-    """Loads `model.reference`, or `model.path` again: a resumed run must not take its resumed weights."""
+    """Loads `model.reference`, or else `model.path` again, not the weights that a resumed run restores."""
     if config.model.reference is not None:
         section = config.model.model_copy(update={"path": config.model.reference, "lora": LoraConfig()})
         config = config.model_copy(update={"model": section})

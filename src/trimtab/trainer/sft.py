@@ -28,14 +28,14 @@ from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import SamplingParams, Task, Trajectory
 
 CACHE_FORMAT = 1
-"""To be increased by a change that trains other weights from the same recipe."""
+"""Increase it with every change of the code that trains other weights from the same recipe."""
 
 
 def supervised_warm_start(config: Config, *, out: Path, observer: Observer | None = None) -> dict[str, Any]:
     """Trains on gold answers for `sft.steps` steps and writes the model to `out`, which must not exist yet.
 
-    Returns the last step's metrics: the loss in nats per token, and with `sft.until` the probability of a gold answer
-    under the model that was saved, a mean over one batch. Raises `TrimtabError` where it has not reached that by then.
+    Returns the last step's metrics: the loss in nats per token and, with `sft.until`, the saved model's probability of
+    a gold answer (mean over one batch). Raises `TrimtabError` if that probability has not reached `sft.until`.
     """
     observer = observer or NullObserver()
     if out.exists() and any(out.iterdir()):
@@ -57,9 +57,8 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
 def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
     """Returns the folder of a warm-started laboratory model; the first call trains it, in seconds or two minutes.
 
-    The folder name is a digest of the recipe and of what made it. The recipe `run` sets the length of the warm start,
-    and its task if that is one the model's characters can write; runs that differ only in their seed share one model,
-    unless `sft.seed` is given.
+    The folder name has a digest of the recipe and Trimtab's version. `run` sets `[sft]` and, if the model's characters
+    can write it, the task. Runs that differ only in their seed share one model, unless `sft.seed` is given.
     """
     config = load_config(name if name in (TOOLS, LONG) else LABORATORY, [f"model.path={name}"])
     if run is not None:
@@ -102,7 +101,7 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
         metrics = {"step": step + 1, "sft/loss": loss}
         if sft.until is not None:
             metrics["sft/gold_probability"] = probability
-            if probability >= sft.until:  # of the model before this batch's update, which is left out
+            if probability >= sft.until:  # the probability before this batch's update, which is skipped
                 observer.step(metrics)
                 return metrics
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip))

@@ -1,6 +1,6 @@
 """The statistics of one training step, their merging over ranks, and the metrics that every step has.
 
-Names are those of `runs/metrics.toml`; features add theirs (`Feature.end_step`).
+`runs/metrics.toml` lists all metrics; features add their own (`Feature.end_step`).
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from trimtab.types import Trajectory
 class StepStatistics:
     """Mergeable statistics of one batch, turned into floats at the end of the step.
 
-    Values of rows stay on the device during the updates, which would otherwise wait for it; `to_cpu` copies them.
+    Values of rows stay on the device, so that updates need not wait for it; `to_cpu` copies them.
     """
 
     objective: Metrics | None = None
     mismatch: Metrics | None = None  # between sampler and trainer
-    # For each row: the trainer's log-probs that the sampler's were compared with; if it was also scored in a probe,
-    # those of the perturbed policy; the version of the policy that computed the first.
+    # By row: the trainer's log-probs that were compared with the sampler's; the perturbed policy's log-probs, if a
+    # probe scored the row too; the version of the policy that computed `mismatch_logps`.
     mismatch_logps: dict[int, np.ndarray] = field(default_factory=dict)
     perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
-    # For each row the means over its trained tokens of log π_old/μ (mismatch) and of log π/π_old (staleness), where π
-    # is the policy that its last update began with; NaN without a token that was sampled.
+    # By row: means over its trained tokens of log π_old/μ (mismatch) and log π/π_old (staleness), with π the policy
+    # before the last update on the row; NaN if no token was sampled.
     drifts: dict[int, np.ndarray] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)  # of features, by name
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     tokens: int = 0
-    slots: int = 0  # micro-batches that all ranks had time for
-    idle_slots: int = 0  # those without a micro-batch
+    slots: int = 0  # micro-batches that the rounds of all ranks have room for
+    idle_slots: int = 0  # slots without a micro-batch
     lr: float = 0.0
     _on_device: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
     def add_logps(
         self, micro: MicroBatch, logps: Tensor, perturbed: Tensor | None, version: int, *, measure: bool
     ) -> None:
-        """Measures the mismatch of the log-probs of policy `version`, if `measure`, and keeps each row's first ones.
+        """Measures the mismatch of `logps`, of policy `version`, if `measure`; stores the first `logps` of each row.
 
-        Later ones follow further updates. `proximal_versions` in the micro-batch's extras replace `version`.
+        Later log-probs come after further updates. `proximal_versions` in the micro-batch's extras replace `version`.
         """
         if measure:
             self.mismatch = add_metrics(self.mismatch, mismatch(logps, micro.behavior, micro.on_policy), micro)
         versions = micro.extras.get("proximal_versions", (version,) * len(micro.rows))
-        # A micro-batch without rows has one token.
+        # Not strict: a micro-batch without rows still has one token.
         for index, (row, length) in enumerate(zip(micro.rows, micro.tokens.places.lengths, strict=False)):
             if row not in self._on_device["mismatch_logps"]:
                 self._on_device["mismatch_logps"][row] = logps[index, :length]
@@ -74,7 +74,7 @@ class StepStatistics:
                 self.versions[row] = versions[index]
 
     def add_drifts(self, micro: MicroBatch, current: Tensor) -> None:
-        """Keeps the drift of each row of a micro-batch, in place of what an earlier epoch measured."""
+        """Stores the drift of each row of a micro-batch, in place of the drift in an earlier epoch."""
         proximal = current if micro.proximal is None else micro.proximal
         trained = Sequences(micro.on_policy)
         parts = [log_ratio(proximal, micro.behavior, trained.mask), log_ratio(current, proximal, trained.mask)]
@@ -83,7 +83,7 @@ class StepStatistics:
         self._on_device["drifts"] |= dict(zip(micro.rows, known, strict=True))
 
     def to_cpu(self) -> None:
-        """Copies the values of rows from the device, those of each kind at once."""
+        """Copies the values of rows from the device, all rows of a kind in one transfer."""
         for kind, rows in self._on_device.items():
             parts = torch.cat(list(rows.values())).cpu().split([len(values) for values in rows.values()])
             getattr(self, kind).update(zip(rows, (part.numpy() for part in parts), strict=True))
@@ -91,7 +91,7 @@ class StepStatistics:
 
 
 def add_metrics(total: Metrics | None, metrics: Metrics, micro: MicroBatch) -> Metrics:
-    """`total` with the metrics of one micro-batch, which count nothing if it has no rows."""
+    """Returns `total` plus the metrics of one micro-batch, which count nothing if it has no rows."""
     part = metrics if micro.rows else without_counts(metrics)
     return part if total is None else total + part
 
@@ -160,7 +160,7 @@ def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
 def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """Returns rewards, lengths and ages (in optimizer updates) of the trajectories that were sampled from the policy.
 
-    A length counts sampled tokens; with observations between turns `length/episode` counts all.
+    Lengths count sampled tokens. If there are observations between turns, `length/episode` counts all tokens.
     """
     if all(t.off_policy for t in trajectories):
         return {"trajectories/consumed": len(trajectories)}
@@ -224,7 +224,7 @@ def update_metrics(stats: StepStatistics, *, mismatch_policy: str, grad_clip: fl
 
 
 def _drift(stats: StepStatistics) -> dict[str, float]:
-    """Returns the quantiles over responses of the two parts of their mean log π/μ."""
+    """Returns quantiles over responses of `drifts`: the two parts of a response's mean log π/μ."""
     known = [drift for drift in stats.drifts.values() if not np.isnan(drift).any()]
     return {
         f"drift/{part}_q{round(100 * level):02d}": float(np.quantile(values, level))
@@ -234,7 +234,7 @@ def _drift(stats: StepStatistics) -> dict[str, float]:
 
 
 def speed_metrics(seconds: Mapping[str, float], rollout_tokens: int, train_tokens: int) -> dict[str, float]:
-    """Seconds of each phase, tokens per second of rollout and training, and the peak resident memory in bytes."""
+    """Returns seconds of each phase, tokens per second of rollout and training, and peak resident memory in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         **{f"time/{phase}": value for phase, value in seconds.items()},

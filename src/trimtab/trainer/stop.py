@@ -1,6 +1,6 @@
 """Ends a run: on request, or after steps without a training signal (all advantages are zero at trained tokens).
 
-The first Ctrl-C or SIGTERM ends it after the current step, with a checkpoint, the second at once.
+The first Ctrl-C or SIGTERM ends it after the current step, with a checkpoint. The second ends it at once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WAITING_MESSAGE = b"\nstopping: this step is finished and saved first; once more
 
 
 class Stop:
-    """A request to end a run, by a signal or by `request`. line: written to standard error if a signal has to wait."""
+    """A request to end a run, by a signal or by `request`. line: written to standard error if a signal must wait."""
 
     def __init__(self, line: bytes = WAITING_MESSAGE) -> None:
-        self.signal_number: int | None = None  # None until then
+        self.signal_number: int | None = None  # None until a request
         self._line = line
         self._finishing = False
 
@@ -39,7 +39,7 @@ class Stop:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Handles signals inside, in the main thread; handlers that the program has set itself are kept."""
+        """Handles SIGINT and SIGTERM inside, in the main thread only; handlers that the program has set are kept."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         handled = [number for number in SIGNALS if in_main_thread and signal.getsignal(number) in defaults]
@@ -52,7 +52,7 @@ class Stop:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Inside, the first signal waits; outside there is nothing to save and it raises `Stopped` at once."""
+        """Makes the first signal wait inside. Outside there is nothing to save, so it raises `Stopped` at once."""
         self._finishing = True
         try:
             yield
@@ -64,7 +64,7 @@ class Stop:
         self.request(number)  # also before raising: an exception may be lost, in a destructor or an import
         if not self._finishing or not first:
             raise Stopped(number)
-        # Not print: the interrupted code may be inside of print.
+        # print is not reentrant: the interrupted code may be inside of it.
         os.write(2, self._line)
 
 
@@ -75,7 +75,7 @@ class IdleSteps:
         self.steps = 0
 
     def observe(self, trajectories: Sequence[Trajectory], advantages: torch.Tensor, max_tokens: int) -> str | None:
-        """Counts a step with advantages (rows, 1); returns a message at the first idle one and every tenth after it."""
+        """Counts a step with advantages (rows, 1). Returns a message at the 1st, 11th, ... idle step in a row."""
         idle = not any(
             advantage != 0 and trajectory.loss_mask.any()
             for trajectory, advantage in zip(trajectories, advantages[:, 0].tolist(), strict=True)
@@ -86,7 +86,7 @@ class IdleSteps:
         )
 
     def error(self, trajectories: Sequence[Trajectory], max_tokens: int, step: int) -> TrimtabError:
-        """Returns the error of a run that ends after too many such steps, the last of which, `step`, is saved."""
+        """Returns the error for a run that ends after too many idle steps; the last one, `step`, is saved."""
         return TrimtabError(
             f"{self.steps} steps in a row had no training signal, the last one because "
             f"{_reason(trajectories, max_tokens)}; step {step} is saved: look at the reward and the responses, or "
@@ -95,7 +95,7 @@ class IdleSteps:
 
 
 def _reason(trajectories: Sequence[Trajectory], max_tokens: int) -> str:
-    """Why a batch has no signal."""
+    """Returns why a batch has no training signal."""
     if not trajectories:
         return "no response could be used"
     sampled = [trajectory for trajectory in trajectories if not trajectory.off_policy]

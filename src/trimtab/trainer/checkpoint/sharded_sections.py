@@ -3,8 +3,8 @@
     model/shard-00001-model-00001-of-00001.safetensors     rank 0's part of every tensor, and its offsets
 
 The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors, with offsets in the header.
-Its `save` and `load` would send pickled plans between ranks. No plans are needed: ranks of one mesh own disjoint parts,
-and a reader finds all offsets in the headers, so every rank makes its own plan.
+PyTorch's own `save` and `load` would send pickled plans between ranks. Here every rank makes its own plan: ranks of one
+mesh own disjoint parts, and a reader finds all offsets in the headers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trimtab.trainer.models.sharding import is_sharded, local_shard
 def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
     """Writes this rank's part of `named` into the new `folder`; returns the file, or None if it has no part.
 
-    That is the local shard of a DTensor; rank 0 writes tensors that are not sharded. Raises `OSError` if the disk is
-    full.
+    The part is the local shard of each DTensor; rank 0 also writes the tensors that are not sharded. Raises `OSError`
+    if the disk is full.
     """
     part = {
         name: tensor
@@ -49,7 +49,7 @@ def write(folder: Path, named: Mapping[str, Tensor], rank: int) -> Path | None:
 class Shards(Mapping[str, Tensor]):
     """The tensors of a section that several ranks wrote.
 
-    Indexing returns a whole tensor; `copy_into` reads into existing ones. Raises `TrimtabError` for unreadable headers.
+    Indexing returns a whole tensor; `copy_into` fills existing tensors. Raises `TrimtabError` for unreadable headers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ class Shards(Mapping[str, Tensor]):
         return metadata.size, metadata.properties.dtype
 
     def copy_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies values into `targets`, for a DTensor this rank's part; shapes and dtypes must match."""
+        """Copies values into `targets` (this rank's shard of a DTensor); shapes and dtypes must match."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
         parts = {name: target for name, target in targets.items() if local_shard(target).numel()}

@@ -50,8 +50,8 @@ class TrainerState(Protocol):
 def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = True) -> None:
     """Saves the last finished step, marks it if it is the best so far, and deletes old checkpoints.
 
-    evaluated: the evaluation of this step. wait: until it is on the disk; otherwise a thread waits for that and names
-    the checkpoint then. A step that may be the best so far needs `wait`.
+    evaluated: the evaluation of this step. wait: return when the checkpoint is on the disk; otherwise a thread waits
+    for that and then gives it its final name. A step that may be the best so far needs `wait`.
     """
     run = trainer.run
     current_ranks().run_on_all_ranks(run.finish_saving)
@@ -63,7 +63,7 @@ def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = 
 
 
 def save_if_unsaved(trainer: TrainerState) -> None:
-    """Saves the last finished step, unless it is saved: a step that failed must not overwrite its checkpoint."""
+    """Saves the last finished step, unless it has a checkpoint, which a failed step must not overwrite."""
     saved = current_ranks().run_on_all_ranks(trainer.run.checkpoints)
     exists = checkpoint_folder(trainer.run.checkpoint_root, trainer.step) in saved
     if not current_ranks().broadcast_bool(exists):
@@ -79,7 +79,7 @@ def has_improved(trainer: TrainerState, evaluated: Mapping[str, float]) -> bool:
 def _best(trainer: TrainerState, evaluated: Mapping[str, float]) -> tuple[str, float]:
     """Returns the label of `eval.best` and the mean of its metrics.
 
-    NaN without any, where this step was not evaluated, and for a checkpoint from before `eval.best` was changed.
+    The mean is NaN if there are no metrics, or if this step was not evaluated or not by the current `eval.best`.
     """
     section = trainer.config.eval
     values = [evaluated.get(name, math.nan) for name in section.best_metrics]
@@ -123,7 +123,7 @@ def resume(trainer: TrainerState) -> None:
     _check_same_recipe(run, trainer.config)
     checkpoint = store.latest(run.checkpoint_root, notify=trainer.observer.message)
     if checkpoint is not None:
-        trainer.load_guard_state(checkpoint.meta["guard"])  # before anything changes on the disk: it may refuse
+        trainer.load_guard_state(checkpoint.meta["guard"])  # may raise, so before anything changes on the disk
     if run.writes:
         atomic.write_text(run.path / CONFIG, trainer.config.dump())
     run.truncate_after(-1 if checkpoint is None else checkpoint.step)
@@ -140,10 +140,10 @@ def resume(trainer: TrainerState) -> None:
 
 
 def go_back(trainer: TrainerState, steps: Collection[int], halvings: int) -> store.LoadedCheckpoint:
-    """Restores policy and state of the newest intact of these checkpoints in a running trainer; steps are numbered on.
+    """Restores the newest intact checkpoint of `steps` in a running trainer, which keeps its step number.
 
     All responses that are waiting or being generated are dropped, and the engines get the restored weights. halvings:
-    of the bound on the age of tokens. Raises `TrimtabError` if none is intact.
+    how often the bound on the age of tokens is halved. Raises `TrimtabError` if no checkpoint is intact.
     """
     number = trainer.step
     checkpoint = store.latest(trainer.run.checkpoint_root, notify=trainer.observer.message, among=steps)
@@ -156,7 +156,7 @@ def go_back(trainer: TrainerState, steps: Collection[int], halvings: int) -> sto
 
 
 def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
-    """Restores all but the rollout source."""
+    """Restores everything except the rollout source."""
     learner, meta = trainer.learner, checkpoint.meta
     for name, module in learner.modules.items():
         state_tensors.load_model_state(module, checkpoint.tensors[name])
@@ -196,7 +196,7 @@ def _check_same_recipe(run: RunDirectory, config: Config) -> None:
 
 
 def _result_affecting_keys(config: Config) -> dict[str, Any]:
-    """Dotted keys and values that affect results; `trainer.steps` is one of them only for the cosine schedule."""
+    """Returns dotted keys and values that affect results. `trainer.steps` does only under the cosine schedule."""
     free: dict[str, Any] = dict.fromkeys(KEYS_FREE_TO_CHANGE, True)
     free["engine"] = {"hang_timeout": True, "server": {"urls", "timeout", "reconnect_timeout", "concurrency", "folder"}}
     data = config.model_dump(mode="json", exclude=free)

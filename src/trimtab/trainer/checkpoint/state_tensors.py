@@ -33,7 +33,7 @@ def flatten_state(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten_state(tensors: Mapping[str, Tensor], data: Any) -> Any:
-    """Inverse of `flatten_state`. Tensors are not copied."""
+    """Returns what `flatten_state` split, without copying tensors."""
     if isinstance(data, list):
         return [unflatten_state(tensors, item) for item in data]
     if not isinstance(data, dict):
@@ -50,16 +50,16 @@ def unflatten_state(tensors: Mapping[str, Tensor], data: Any) -> Any:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; tied ones once, under their first name, as in Hugging Face files."""
+    """Returns parameters and persistent buffers by name, tied ones once by the first name, as in Hugging Face files."""
     first: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():  # the objects themselves, so that tied ones are one
+    for name, tensor in model.state_dict(keep_vars=True).items():  # keep_vars: tied names share one object
         first.setdefault(id(tensor), (name, tensor.detach()))
     return dict(first.values())
 
 
 @torch.no_grad()
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into `model` in place, keeping ties.
+    """Copies `tensors` into `model` in place; tied tensors stay tied.
 
     Either side may be sharded, over any number of ranks. Raises `TrimtabError` unless names, shapes and dtypes match.
     """
@@ -76,7 +76,7 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """`optimizer.state_dict()` with parameters under their names in `model` instead of their positions.
+    """Returns `optimizer.state_dict()`, with parameters by their names in `model` instead of their positions.
 
     torch's `get_optimizer_state_dict` is not a substitute: it steps an optimizer that has no state yet, which changes
     all later updates.
@@ -90,7 +90,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], data: Any
 ) -> None:
-    """Inverse of `optimizer_state`. Raises `TrimtabError` unless groups hold the same parameters in the same order."""
+    """Restores an `optimizer_state`. Raises `TrimtabError` unless groups hold the same parameters in the same order."""
     current, stored = _names_by_group(optimizer, model), [group["params"] for group in data["param_groups"]]
     _check_names(set(chain.from_iterable(current)), set(chain.from_iterable(stored)), "optimizer state")
     if current != stored:
@@ -100,7 +100,7 @@ def load_optimizer_state(
 
 
 def rng_state() -> dict[str, Any]:
-    """The global random generators (python, numpy, torch, every CUDA device of this process) for `flatten_state`."""
+    """Returns the states of the global random generators: python, numpy, torch, all CUDA devices of this process."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - a user's reward may draw from the global generator
@@ -128,7 +128,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _cuda_devices() -> list[int]:
-    """All devices of a single process; with several ranks only this one's, as using a device allocates memory on it."""
+    """Returns all CUDA devices; with several ranks this rank's only, because using a device allocates memory on it."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.current_device()] if current_ranks().size > 1 else list(range(torch.cuda.device_count()))
@@ -171,7 +171,7 @@ def _sharded_like_parameters(tensors: Mapping[str, Tensor], model: nn.Module) ->
 
 
 def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """The names in `model` of the parameters in each group; `optimizer.state_dict()` numbers them in this order."""
+    """Returns parameter names of each group, in the order in which `optimizer.state_dict()` numbers parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if unknown := list(chain.from_iterable(groups)).count(""):
@@ -180,7 +180,7 @@ def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
 
 
 def _check_names(expected: set[str], stored: set[str], what: str) -> None:
-    """Raises `TrimtabError` that counts the names on one side only, unless there are none."""
+    """Raises `TrimtabError` with the numbers of missing and unexpected names, if there are any."""
     missing, unexpected = sorted(expected - stored), sorted(stored - expected)
     problems = [
         f"{len(names)} {word} (e.g. {names[0]!r})"

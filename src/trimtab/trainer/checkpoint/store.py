@@ -68,9 +68,9 @@ def save(
 
     Args:
         tensors: section -> name -> tensor. No two may share memory, see `state_tensors.model_state`.
-        meta: JSON values; non-finite floats are allowed, as only `load` reads them.
+        meta: JSON values; non-finite floats are allowed, because only `load` reads them.
         files: further files by name.
-        later: gets the call that flushes the files to the disk and then names the checkpoint; default: it is made here.
+        later: called with the final fsync-and-rename step; default: the step runs before `save` returns.
 
     Raises `TrimtabError` if the disk is full; earlier checkpoints are unchanged.
     """
@@ -130,7 +130,7 @@ def _verify_files(folder: Path, sections: Collection[str] | None, ranks: RankGro
 
 
 def _read(folder: Path, needed: Sequence[str], sections: Collection[str] | None) -> LoadedCheckpoint:
-    """Reads the files `needed`, which must be verified first: a damaged header may crash the reader."""
+    """Reads the files `needed`, which must be verified before: a damaged header may crash the reader."""
     tensors: dict[str, Mapping[str, Tensor]] = {}
     others: dict[str, bytes] = {}
     for name in needed:
@@ -160,8 +160,8 @@ def latest(
     """Returns the newest intact checkpoint, or None if there are no checkpoints. Changes nothing on disk.
 
     Newer damaged checkpoints are reported through `notify` (default: a `TrimtabWarning`). All ranks must call it, and
-    get the same checkpoint. among: the steps to choose from, of the leader; default: all. Raises `TrimtabError` if
-    there are checkpoints but none is intact, so that no run silently starts over.
+    get the same checkpoint. among: the steps to choose from (the leader's counts); default: all. Raises `TrimtabError`
+    if there are checkpoints but none is intact, so that no run silently starts over.
     """
     skipped: list[str] = []
     ranks = current_ranks()
@@ -183,7 +183,7 @@ def latest(
 
 
 def delete_old(root: Path, keep: int, needed: Collection[int] = ()) -> None:
-    """Deletes checkpoints except the newest `keep` (at least 1), the best, and those of the steps `needed`."""
+    """Deletes checkpoints except the newest `keep` (at least 1), the best, and the checkpoints of steps `needed`."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     if not current_ranks().is_leader:
@@ -195,16 +195,16 @@ def delete_old(root: Path, keep: int, needed: Collection[int] = ()) -> None:
 
 
 def is_best(root: Path, metric: str, value: float) -> bool:
-    """Whether `value` is higher than that of the best checkpoint so far.
+    """Whether `value` is higher than the value of the best checkpoint so far.
 
-    A tie is not, nor is NaN. A best checkpoint by another metric, from before `eval.best` was changed, does not count.
+    A tie or NaN is not better. A best checkpoint by another metric, from before `eval.best` changed, is ignored.
     """
     best = best_checkpoint(root)
     return not math.isnan(value) and (best is None or best.metric != metric or value > best.value)
 
 
 def mark_best(root: Path, step: int, metric: str, value: float) -> None:
-    """Marks the checkpoint of `step`, which must exist, as best if it is. Idempotent, for a resumed run."""
+    """Marks the checkpoint of `step`, which must exist, as best if `is_best`. A resumed run may repeat the call."""
     if not current_ranks().is_leader:
         return
     if not checkpoint_folder(root, step).is_dir():

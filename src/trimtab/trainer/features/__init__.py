@@ -1,6 +1,6 @@
 """Optional parts of training; `build_features` lists them.
 
-Each method has a file, and `measurements` holds those that only add metrics and checks.
+Each method has its own file; features that only add metrics and checks are in `measurements`.
 """
 
 from __future__ import annotations

@@ -24,14 +24,14 @@ class Calibration(Feature):
     def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
         self._config, self._notify = config, notify
         self.bounds: Mapping[str, float] | None = None
-        self._kept: dict[str, float] = {}  # of the step of calibration, for its metrics
+        self._kept: dict[str, float] = {}  # shares of tokens, to log at the step of calibration
 
     @torch.no_grad()
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         """Raises `TrimtabError` if the first batch is too small."""
         if self.bounds is not None:
             return
-        # With one update per batch the proximal policy is the current one, which is not updated yet.
+        # With one update per batch the proximal policy is the current policy, which is not updated yet.
         micros = [micro for batch in batches for micro in batch]
         scored = [(micro, learner.logp(micro) if micro.proximal is None else micro.proximal) for micro in micros]
         if not scored:
@@ -62,7 +62,7 @@ class Calibration(Feature):
         self.bounds = dict(bounds)
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        kept, self._kept = self._kept, {}  # not cleared earlier: full memory repeats `before_updates` of a step
+        kept, self._kept = self._kept, {}  # cleared here only: a step with full memory is repeated
         return {**{f"calibrate/{name}": bound for name, bound in (self.bounds or {}).items()}, **kept}
 
     def state(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The interface through which an optional method takes part in training: the loop calls the hooks of all alike.
+"""The interface of optional training methods: hooks that the training loop calls for every feature.
 
 A method is a subclass of `Feature` in a separate file and a line in `build_features`. The calls of a step, in order:
 
@@ -9,11 +9,11 @@ A method is a subclass of `Feature` in a separate file and a line in `build_feat
     end_backward          before each update, with its gradient complete
     end_update            after each update
     after_updates         after the last update
-    counts                after that
-    end_step              when the metrics that every step has are known
+    counts                after `after_updates`
+    end_step              after the metrics that every step has are computed
 
 Besides, `modules` is called when the optimizer is built, `publish_options` when engines get new weights, and `state`,
-`tensors`, `load_state` and `load_tensors` for checkpoints. With several processes every hook is called on all of them.
+`tensors`, `load_state` and `load_tensors` for checkpoints. Every hook is called on every rank.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Purpose = Literal["proximal", "reference", "prepare", "train", "probe"]
 class ForwardPass(NamedTuple):
     """One forward of a micro-batch.
 
-    Its `purpose` is "proximal" or "reference": of these policies, before the updates; "prepare": of the current policy
-    for the objective's state; "train": with a gradient; "probe": of the current policy without perturbation.
+    Its `purpose` is "proximal" or "reference" if it scores that policy before the updates. The others run the current
+    policy: "prepare" for the objective's state, "train" with a gradient, "probe" without perturbation.
     """
 
-    micro: MicroBatch  # may have no rows, where several processes must run the same number of forwards
+    micro: MicroBatch  # without rows if this rank has none left: all run equally many forwards
     purpose: Purpose
     position: int = 0  # of the micro-batch in its mini-batch
     update: int = 0  # completed optimizer updates
@@ -54,8 +54,8 @@ class ForwardPass(NamedTuple):
 class ProximalPass(NamedTuple):
     """A pass over a mini-batch that scores its proximal policy."""
 
-    weights: AbstractContextManager[None] = nullcontext()  # inside, the model has the weights of the policy
-    # The tokens of a micro-batch that this pass scores: (rows, time) bool, on the CPU; None: all.
+    weights: AbstractContextManager[None] = nullcontext()  # gives the model the proximal policy's weights
+    # Returns the tokens of a micro-batch that this pass scores, (rows, time) bool on the CPU. None: all tokens.
     tokens: Callable[[MicroBatch], Tensor] | None = None
 
 
@@ -67,7 +67,7 @@ class TrainedModule(NamedTuple):
 
 
 class PolicyLearner(Protocol):
-    """What features read of the learner."""
+    """The part of the learner that features use."""
 
     config: Config
     objective: Objective
@@ -91,15 +91,15 @@ class StepRecord:
 class Feature:
     """An optional part of training. Hooks that a method does not override do nothing.
 
-    `perturbs_policy`: "train" passes are not of the policy itself, so that only probes measure the mismatch. `probes`:
-    score every row once without perturbation in this step's updates.
+    `perturbs_policy`: "train" passes perturb the policy, so that only probes measure the mismatch. `probes`: updates of
+    this step also score every row once without perturbation.
     """
 
     perturbs_policy: bool = False
     probes: bool = False
 
     def modules(self) -> Mapping[str, TrainedModule]:
-        """Modules to train, by the name of their section in a checkpoint."""
+        """Returns modules to train, by the name of their section in a checkpoint."""
         return {}
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
@@ -107,9 +107,9 @@ class Feature:
         return micro
 
     def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterable[ProximalPass]:
-        """Returns the passes that score the proximal policy after `updates` updates; none: one, of the current weights.
+        """Returns the passes that score the proximal policy after `updates` updates. Default: one with current weights.
 
-        Together they score every token. Ranks have the same mini-batch and must return the same passes.
+        The passes together score every token. All ranks get the same mini-batch and must return the same passes.
         """
         return ()
 
@@ -118,7 +118,7 @@ class Feature:
         return nullcontext({})
 
     def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
-        """Returns the micro-batch for later passes, with what this pass adds. Not called without rows."""
+        """Returns the micro-batch for later passes, with what this pass adds. Not called if there are no rows."""
         return call.micro
 
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
@@ -134,19 +134,19 @@ class Feature:
         """Called after the last update of a step."""
 
     def counts(self) -> Mapping[str, int]:
-        """What this process has counted since `before_updates`; sums over processes are `StepStatistics.counts`."""
+        """Returns this process's counts since `before_updates`; `StepStatistics.counts` are sums over processes."""
         return {}
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        """Returns metrics of the step. Raises `TrimtabError` where the step broke a promise of the recipe."""
+        """Returns metrics of the step. Raises `TrimtabError` if the step broke a guarantee of the recipe."""
         return {}
 
     def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
-        """Keywords for `RolloutSource.publish`, called with the weights that are published."""
+        """Returns keywords for `RolloutSource.publish`. Called when `model` has the weights that are published."""
         return {}
 
     def state(self) -> Mapping[str, Any]:
-        """Returns JSON values for a checkpoint, which has them under the name of this class."""
+        """Returns JSON values for a checkpoint, which stores them under the name of this class."""
         return {}
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -154,7 +154,7 @@ class Feature:
         return {}
 
     def load_tensors(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restores `tensors()` from all sections of a checkpoint, which are gone later: copies them."""
+        """Restores `tensors()` from all sections of a checkpoint. Must copy: the sections are not valid later."""
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
         """Restores `state()`."""

@@ -1,7 +1,7 @@
 """Features that only measure; the canary and the check of invariant numerics also end a run that fails them.
 
-Of prefixes, demonstrations, a teacher, a mixture of tasks and asynchronous rollouts; the canary; how far the updates
-move the policy; whether invariant numerics hold.
+They measure prefixes, demonstrations, distillation, mixtures of tasks, asynchronous rollouts, the canary, how far
+updates move the policy, and whether invariant numerics hold.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DistillationMetrics(Feature):
 
 
 class MixtureMetrics(Feature):
-    """Share and mean reward of each task of a mixture, whose problems have ids that begin with the task's label."""
+    """Share and mean reward of each task of a mixture, whose problem ids begin with the label of their task."""
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         rewards: dict[str, list[float]] = {}
@@ -77,7 +77,7 @@ class MixtureMetrics(Feature):
 
 
 class LagMetrics(Feature):
-    """Asynchronous runs: ages of tokens, restarts, aborts, waiting."""
+    """Measures asynchronous runs: ages of tokens, engine restarts, interrupted responses, waiting time."""
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         stats = record.rollout
@@ -113,11 +113,11 @@ class CanaryFeature(Feature):
 
 
 class PolicyKL(Feature):
-    """Scores the last mini-batch of a step before its first and after its last update, without perturbation.
+    """Measures how far a step's updates move the policy, on the step's last mini-batch and without perturbation.
 
-    In one step of `diagnose.every`, whatever the length of the run, so that a resumed one measures the same. The
-    log-probs before are those of the proximal pass where there was one of the current weights, else of an additional
-    forward. Every rank runs as many forwards as the others.
+    Scores it before the first and after the last update, every `diagnose.every` steps, by absolute step number, so that
+    a resumed run measures the same steps. The log-probs before the updates come from the proximal pass if it used the
+    current weights, else from an additional forward. Every rank runs the same number of forwards.
     """
 
     def __init__(self, config: Config, ranks: RankGroup) -> None:
@@ -151,7 +151,7 @@ class PolicyKL(Feature):
 
 
 class BitwiseCheck(Feature):
-    """Compares the log-probs that were sampled and trained under the same weights, in every step."""
+    """Checks in every step that sampler and trainer computed equal log-probs under the same weights."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify

@@ -21,9 +21,9 @@ CHANGED, COMPARED = "perturbation/changed/", "perturbation/compared/"
 
 
 class PerturbationFeature(Feature):
-    """Perturbs every forward with a gradient, and trains the standard deviations of the noise.
+    """Perturbs the "prepare" and "train" forwards, and trains the standard deviations of the noise.
 
-    The policy without noise is scored in probe steps only: the first, the last, and one in `diagnose.every`.
+    The policy without noise is scored in probe steps only: the first, the last, and every `diagnose.every` steps.
     """
 
     perturbs_policy = True
@@ -33,7 +33,7 @@ class PerturbationFeature(Feature):
         self._config, self._lr = config, config.perturbation.lr
         self._start = float(np.mean(config.perturbation.std))  # the mean of the standard deviations
         self.perturbation = Perturbation(model, str(config.perturbation.layers), config.perturbation.std)
-        self._sigmas: Mapping[str, float] | None = None  # as they are since the last update
+        self._sigmas: Mapping[str, float] | None = None  # current values, read once after each update
         self._coverage: PerturbationCoverage | None = None
         self._gradients: list[float] = []
 
@@ -42,8 +42,8 @@ class PerturbationFeature(Feature):
 
     @contextmanager
     def forward(self, call: ForwardPass) -> Iterator[Mapping[str, Any]]:
-        """Noise is a function of run, update and micro-batch, so that `prepare`, gradient checkpointing and a resumed
-        run draw the same."""
+        """The noise depends on run, update and micro-batch alone, so that `prepare`, gradient checkpointing and a
+        resumed run draw the same noise."""
         if call.purpose not in ("prepare", "train"):
             yield {}
             return

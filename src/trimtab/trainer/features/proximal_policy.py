@@ -1,7 +1,7 @@
-"""The proximal policy of a token has the weights that sampled it (`trainer.proximal = "snapshot"`).
+"""Scores each token's proximal log-prob with the weights that sampled it (`trainer.proximal = "snapshot"`).
 
-Then proximal/behavior is the numerical difference between sampler and trainer alone, and current/proximal the staleness
-alone ("old logits", arXiv 2605.12070).
+The ratio proximal/behavior then shows only the numerical difference between sampler and trainer, and current/proximal
+only the staleness ("old logits", arXiv 2605.12070).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SNAPSHOT = "proximal-"
 
 
 class Snapshots(Feature):
-    """Scores every token with the weights that sampled it: of each publication that tokens may still come from, a copy
-    of the trained parameters in CPU memory.
+    """Scores every token with the weights that sampled it.
 
-    A micro-batch has in its extras `version` (rows, time): the version whose weights score a token. Padding,
-    observations and external traces, whose log-probs nothing reads, have the newest one of the others.
+    Keeps a copy of the trained parameters in CPU memory for each published version that tokens may still come from. The
+    extra `version` (rows, time) of a micro-batch names the version that scores each token. Padding, observations and
+    external traces, whose log-probs are never read, get the newest version of the micro-batch.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
-        # The trained parameters themselves: with LoRA the adapters.
+        # The trained parameters themselves, no copies; with LoRA the adapters.
         self._weights: Weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._max_age = config.trainer.max_age
         self._snapshots: dict[int, Weights] = {}
@@ -50,7 +50,7 @@ class Snapshots(Feature):
         return micro.with_extras(version=version, proximal_versions=newest)
 
     def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
-        """Yields a pass for each version in the batch. Raises `TrimtabError` if there is no snapshot of one."""
+        """Yields a pass for each version in the batch. Raises `TrimtabError` if a version has no snapshot."""
         for version in sorted({int(found) for micro in batch for found in micro.extras["version"].unique()}):
             yield ProximalPass(self._weights_of(version, updates), partial(_tokens_of, version))
 
@@ -65,7 +65,7 @@ class Snapshots(Feature):
         return _exchanged(self._weights, self._snapshots[version])
 
     def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
-        """Takes a snapshot, and drops those that no token can come from anymore."""
+        """Takes a snapshot of the weights, and drops the snapshots that no token can come from anymore."""
         oldest = version - self._max_age
         self._snapshots = {number: weights for number, weights in self._snapshots.items() if number >= oldest}
         self._snapshots[version] = self._copy()
@@ -86,7 +86,7 @@ class Snapshots(Feature):
 
 @contextmanager
 def _exchanged(weights: Weights, others: Weights) -> Iterator[None]:
-    """Exchanges the values of two sets of tensors bit for bit, so that no second copy of the model is needed."""
+    """Exchanges the values of two sets of tensors inside, bit for bit: no further copy of the model is needed."""
 
     @torch.no_grad()
     def exchange() -> None:

@@ -1,4 +1,4 @@
-"""Routing replay (docs/routing.md): the trained policy uses the experts of the engine, or of its proximal pass."""
+"""Routing replay (docs/routing.md): the trained policy uses the experts that the engine or its proximal pass chose."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class RoutingReplay(Feature):
 
     A micro-batch has in its extras
         routes: the replayed experts (tokens, layers, chosen), in the order in which `score` runs the tokens, in CPU
-            memory. For a large model they are its largest tensors, and are on the device only during the forward.
-        agreed: where the engine's experts are replayed in a proximal pass, the number of (token, layer) pairs there
-            whose routers would have chosen them too, and the number of all pairs, (2,).
+            memory. They are the largest tensors of a large model's micro-batch, and on the device only in a forward.
+        agreed: if a proximal pass replays the engine's experts, the number of its (token, layer) pairs whose router
+            would have chosen the same experts, and the number of all pairs, (2,).
     """
 
     def __init__(self, replay: str, experts: RouterInfo) -> None:
         self.replay, self.experts = replay, experts
-        self._counts: list[torch.Tensor] = []  # of the micro-batches, on their device: nothing waits for it
+        self._counts: list[torch.Tensor] = []  # of each micro-batch, on the device: nothing waits for it
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         if self.replay == "proximal":
@@ -50,8 +50,8 @@ class RoutingReplay(Feature):
     def after_score(self, call: ForwardPass, scores: TokenScores) -> MicroBatch:
         """Attaches the experts of the proximal pass, or their agreement with the engine's; counts agreement in updates.
 
-        The engine's experts are compared once, in the proximal pass or in the first update; those of the proximal pass
-        in every epoch.
+        The engine's experts are compared once, in the proximal pass or in the first update. The experts of the proximal
+        pass are compared in every epoch.
         """
         micro = call.micro
         chosen, replayed = scores.routes, micro.extras.get("routes")
@@ -74,7 +74,7 @@ class RoutingReplay(Feature):
         return {"routing/agreed": agreed, "routing/compared": compared}
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        """How often routers would have chosen the replayed experts themselves."""
+        """Returns how often routers would have chosen the replayed experts themselves."""
         agreed, compared = (record.statistics.counts[f"routing/{name}"] for name in ("agreed", "compared"))
         return {"routing/agreement": agreed / compared} if compared else {}
 
@@ -109,8 +109,8 @@ def checked_routes(trajectory: Trajectory, routers: RouterInfo) -> ExpertArray:
 def pack_routes(trajectories: Sequence[Trajectory], prompt_of: Sequence[int], routers: RouterInfo) -> torch.Tensor:
     """Returns the routed experts of a micro-batch (tokens, layers, chosen): of all prompts, then of all responses.
 
-    `prompt_of` has the index of the prompt of each response. Samples share one pass over their prompt; the experts of
-    the first sample are replayed there. The last token of a response is not run and has none.
+    `prompt_of` has the index of each response's prompt. Samples share one pass over their prompt, which replays the
+    experts of the first sample. The last token of a response is not run and has no experts.
     """
     records = [checked_routes(trajectory, routers) for trajectory in trajectories]
     lengths = [len(trajectory.prompt.ids) for trajectory in trajectories]

@@ -1,4 +1,4 @@
-"""What the sampler returns with a token beside its log-prob, passed to the trainer's forward.
+"""Passes what the sampler returns for each token, besides its log-prob, to the trainer's forward.
 
 - `SamplingMask`: the tokens that truncated sampling allowed (docs/results/experiments.md).
 - `TopLogprobs`: the most probable ids, for objectives that center scores.
@@ -38,7 +38,7 @@ MASS_MAX = 1 + 1e-3
 
 
 class TopLogprobs(Feature):
-    """Passes the most probable ids of each token to the forwards that are trained."""
+    """Passes the most probable ids of each token to "train" forwards."""
 
     def pack(self, micro: MicroBatch, trajectories: Sequence[Trajectory]) -> MicroBatch:
         ids, logps = _pack([_validated_top(trajectory) for trajectory in trajectories], micro.mask.shape[1])
@@ -53,7 +53,7 @@ class TopLogprobs(Feature):
 
 
 def _validated_top(trajectory: Trajectory) -> TopTokens:
-    """Returns the most probable ids of a response; raises `TrimtabError` where they are missing or no probabilities."""
+    """Returns a response's most probable ids; raises `TrimtabError` if they are missing or their mass exceeds 1."""
     top, name = trajectory.completion.top, f"response to {trajectory.prompt.problem.id!r}"
     if top is None:
         raise TrimtabError(

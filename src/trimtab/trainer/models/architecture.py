@@ -1,8 +1,8 @@
 """The model families that can be trained, and the parts of their models: backbone, head, decoder layers.
 
 A family is a `model_type` of transformers whose forward is `head(backbone(x))`, followed by at most
-`config.final_logit_softcapping`. Others scale logits or hidden states (Granite, Cohere): scoring them this way would be
-silently wrong.
+`config.final_logit_softcapping`. Other families scale logits or hidden states (Granite, Cohere): scoring them this way
+would be silently wrong.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ INVARIANT_IMPLEMENTATION = "trimtab-invariant"
 
 
 class Gates(NamedTuple):
-    """How a mixture computes gates: softmax of the scores over all experts in float32, then the chosen ones.
+    """How a mixture computes gates: a float32 softmax over all experts, then the values of the chosen experts.
 
     (A softmax over the chosen experts only is the same as renormalizing.)
     """
 
-    router: str  # its class in transformers
-    renormalized: bool | None  # the chosen gates sum to 1; None: `norm_topk_prob` says so
-    float32: bool  # gates stay float32; else they take the type of the scores
+    router: str  # class name of the router in transformers
+    renormalized: bool | None  # whether chosen gates are scaled to sum to 1; None: as `norm_topk_prob` says
+    float32: bool  # whether gates stay float32; otherwise they get the dtype of the scores
 
 
 class Family(NamedTuple):
@@ -36,7 +36,7 @@ class Family(NamedTuple):
 
     gates: Gates | None = None  # of a mixture of experts, whose routing can be replayed
     invariant: bool = False  # batch-invariant numerics (`models/invariant`)
-    shared_prompts: bool = False  # sampled by the decoder that runs a prompt once for all its responses
+    shared_prompts: bool = False  # whether `engines/embedded` can run a prompt once for all responses
 
 
 FAMILIES = {
@@ -67,12 +67,12 @@ class ModelParts:
     weight: Tensor  # (vocabulary, hidden)
     bias: Tensor | None  # (vocabulary,)
     softcap: float | None
-    invariant: bool = False  # its numerics are those of `models/invariant`
+    invariant: bool = False  # whether the model uses `models/invariant`
     head: object = None  # the head module: its weight is another object while a sharded model is gathered
 
 
 def check_architecture(kind: str, where: str = "") -> None:
-    """Raises `TrimtabError` for a `model_type` that is not in `FAMILIES`; `where` begins its message."""
+    """Raises `TrimtabError` for a `model_type` that is not in `FAMILIES`; `where`: the start of the message."""
     if kind not in FAMILIES:
         raise TrimtabError(
             f"{where}cannot score architecture {kind!r}{did_you_mean(kind, FAMILIES)}: use a text model of "
@@ -108,15 +108,15 @@ def model_parts(model: Any) -> ModelParts:
 
 
 class DecoderStack(NamedTuple):
-    """The decoder layers in order, and the norms that follow the last one."""
+    """The decoder layers in order, and the norms that follow the last layer."""
 
     layers: tuple[nn.Module, ...]
     final_norms: tuple[nn.Module, ...]
-    dtype: torch.dtype  # of the residual stream as the model makes it: that of its embedding
+    dtype: torch.dtype  # of the model's own residual stream, given by its embedding
 
 
 def decoder_stack(model: Any) -> DecoderStack:
-    """Returns the decoder layers of a model, maybe wrapped by peft: its one list of `num_hidden_layers` modules."""
+    """Returns the decoder layers of a model or peft wrapper: its only list of `num_hidden_layers` modules."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     name = type(model).__name__

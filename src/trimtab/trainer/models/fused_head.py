@@ -1,10 +1,9 @@
 """Log-prob and entropy of given tokens from hidden states, computed in tiles without storing all logits.
 
-Forward and backward iterate over tiles of tokens x vocabulary. The logits of a small micro-batch are kept for the
-backward; of a larger one only those of one tile exist at a time, and the backward recomputes them. The sum of
-exponentials is updated tile by tile (online softmax, Milakov and Gimelshein 2018), so that the vocabulary can be split
-as well as the tokens: each row of the weight is read once and its gradient written once, not accumulated for every
-group of tokens.
+Forward and backward iterate over tiles of tokens x vocabulary. A small micro-batch keeps its logits for the backward.
+In a larger one only one tile of logits exists at a time, and the backward recomputes it. The sum of exponentials is
+updated tile by tile (online softmax, Milakov and Gimelshein 2018), so that the vocabulary can be split as well as the
+tokens: each row of the weight is read once and its gradient written once, not accumulated for every group of tokens.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from trimtab.trainer.models.noise import normals
 # One tile: 4 MiB in float32. Products of smaller tiles are slow, larger tiles do not fit the cache.
 TILE_TOKENS = 512
 TILE_VOCABULARY = 2048
-# On an accelerator both are larger by this factor: it would compute a small tile faster than start its dozen kernels.
+# Factor of both on an accelerator, where launching a tile's dozen kernels takes longer than computing a small tile.
 ACCELERATED = 4
-# Logits of at most so many bytes are kept: to compute them again is about a quarter of the head's work.
+# Logits of up to this many bytes are kept: computing them again is about a quarter of the head's work.
 KEPT_LOGITS = 1 << 28
 
 
 class _Noise(NamedTuple):
     """Noise on the logits of one head (ALP's logits-only variant): `exp(log_sigma)` times normals of `seed`."""
 
-    head: object  # the head it belongs to; other heads that are scored meanwhile get no noise
+    head: object  # the only head that gets the noise; other heads may be scored too
     log_sigma: Float[Tensor, "1"]
-    sigma: float  # its value, so that no forward waits for the device
+    sigma: float  # exp(log_sigma) as a number, so that no forward waits for the device
     seed: int
 
 
@@ -54,7 +53,7 @@ def perturb_logits(head: object, log_sigma: Float[Tensor, "1"], sigma: float, se
     """Perturbs the logits of `head` (`ModelParts.head`) in every `token_scores` inside.
 
     Adds `sigma`, which is `exp(log_sigma)`, times N(0, 1) to each logit, after the soft cap and before the temperature.
-    The noise is drawn tile by tile from `seed`, also in the backward, which may run outside.
+    The noise is drawn tile by tile from `seed`. The backward draws it again, and may run outside.
     """
     token = _noise.set(_Noise(head, log_sigma, sigma, seed))
     try:
@@ -74,14 +73,14 @@ class _ScoreOptions(NamedTuple):
     squares: bool
     sigma: float  # of noise on the logits; 0 for none
     seed: int
-    invariant: bool  # whether a token's score may depend on no other token, to the last bit
-    keep: bool  # whether the backward gets the logits
+    invariant: bool  # whether a token's score must not depend on other tokens, bit for bit
+    keep: bool  # whether logits are kept for the backward
 
 
 class HeadScores(NamedTuple):
-    """Log-probs of one id at each position; where asked for, the entropy (nats), log-probs of further ids, and squares.
+    """Log-prob of one id at each position; on request the entropy (nats), log-probs of further ids, and squares.
 
-    An id of -1 among the further ones has log-prob -inf. `squares` is the sum of p^2 over the vocabulary, no gradient.
+    A further id of -1 has log-prob -inf. `squares` is the sum of p^2 over the vocabulary, without gradient.
     """
 
     logp: Float[Tensor, " tokens"]
@@ -103,7 +102,7 @@ def token_scores(
 ) -> HeadScores:
     """Returns the log-prob of `ids` and of `further` ids under softmax(logits / temperature), and the rest on request.
 
-    Products are computed in autocast's dtype where it is enabled, everything after them in float32 (or float64).
+    Products are computed in autocast's dtype if it is enabled, everything after them in float32 (or float64).
     `kept` restricts each token's distribution to a set of ids, padded with -1.
     """
     noise = _noise.get()
@@ -150,8 +149,8 @@ class _TiledScores(torch.autograd.Function):
         options: _ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
-        # Log of the sum of exponentials so far, and of their squares. Not -inf: a tile without any kept id would
-        # compute -inf - -inf.
+        # Log of the sum of exponentials so far, and of their squares. Starts finite, because a tile without any kept
+        # id would compute -inf - -inf.
         lowest = torch.finfo(options.dtype).min / 2
         logsumexp, logsumexp_squares = hidden.new_full((2, count), lowest, dtype=options.dtype)
         chosen = hidden.new_zeros(ids.shape, dtype=options.dtype)  # logit of each id
@@ -172,7 +171,7 @@ class _TiledScores(torch.autograd.Function):
                     logsumexp_squares[tokens] = _add(logsumexp_squares[tokens], 2 * logits, options)
                 old, new = logsumexp[tokens], _add(logsumexp[tokens], logits, options)
                 if options.entropy:
-                    # Relative to the running total, not of raw logits: no cancellation.
+                    # Relative to the running total: sums of raw logits would cancel.
                     logits.sub_(new[:, None])
                     entropy_part = logits.exp().mul_(logits.masked_fill_(logits == -torch.inf, 0)).sum(-1)
                     shift = old - new
@@ -227,7 +226,7 @@ class _TiledScores(torch.autograd.Function):
 
 
 def _add(total: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor, " tokens"]:
-    """Returns the log of a sum of exponentials with those of a tile added."""
+    """Returns log(exp(total) + sum(exp(logits))) for each token of a tile."""
     return add_exponentials(total, logits) if options.invariant else torch.logaddexp(total, logits.logsumexp(-1))
 
 
@@ -237,7 +236,7 @@ def _vocabulary(weight: Tensor, options: _ScoreOptions) -> Iterator[tuple[slice,
 
 
 def _tiles(count: int, size: int, device: torch.device) -> list[slice]:
-    """Returns the slices of tokens or of the vocabulary; `size` is that on a CPU."""
+    """Returns the slices of tokens or of the vocabulary; `size` is the length of a slice on a CPU."""
     step = size * (ACCELERATED if on_accelerator(device) else 1)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
@@ -287,7 +286,7 @@ def _slope(
 
 
 def _pick(logits: Tensor, ids: Tensor, vocab: slice) -> Float[Tensor, "tokens n"]:
-    """Returns the logits of each token's ids where they are in this tile, else 0."""
+    """Returns the logit of each of a token's ids; 0 for ids outside of this tile."""
     local = ids - vocab.start
     inside = (local >= 0) & (local < logits.shape[1])
     return logits.gather(1, local.clamp(0, logits.shape[1] - 1)).where(inside, 0)
@@ -300,7 +299,7 @@ def _add_at(grad: Tensor, ids: Tensor, vocab: slice, values: Float[Tensor, "toke
 
 
 def sampling_mask_tile(kept: Int[Tensor, "tokens k"], vocab: slice) -> Bool[Tensor, "tokens vocab"]:
-    """Returns the mask of this tile's ids that are in each token's sampling mask."""
+    """Returns a mask that is True for the ids of this tile that are in a token's sampling mask."""
     size = vocab.stop - vocab.start
     local = kept - vocab.start
     # Ids of other tiles and padding go to an additional last column.
@@ -321,7 +320,7 @@ def head_logits(
 ) -> Float[Tensor, "rows vocabulary"]:
     """Returns the logits that `token_scores` computes tile by tile, before the temperature and without gradient.
 
-    For heads without bias and soft cap, as those of models with invariant numerics are.
+    The head must have no bias and no soft cap, as in models with invariant numerics.
     """
     hidden_cast = hidden.to(model.weight.dtype)
     exact = torch.promote_types(hidden_cast.dtype, torch.float32)
@@ -338,7 +337,7 @@ def log_probs(
     logsumexp = logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2)
     for vocab in _tiles(logits.shape[1], TILE_VOCABULARY, logits.device):
         tile = logits[:, vocab]
-        tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy, unless nothing changes it
+        tile = tile / temperature if temperature != 1 or kept is not None else tile  # a copy if it is changed below
         if kept is not None:
             tile.masked_fill_(~sampling_mask_tile(kept, vocab), -torch.inf)
         logsumexp = add_exponentials(logsumexp, tile)

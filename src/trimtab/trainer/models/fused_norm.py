@@ -1,6 +1,6 @@
-"""Norms of decoder layers by PyTorch's fused kernel, which starts one operation in place of eight.
+"""Computes the norms of decoder layers by PyTorch's fused kernel: one operation instead of eight.
 
-On a CPU, where starting an operation costs little, transformers' own are as fast and stay.
+It is not used on a CPU: launching operations costs little there, and transformers' own norms are as fast.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Those whose norms in transformers compute `weight * x / sqrt(mean(x^2) + variance_epsilon)`.
+# Families whose norms in transformers compute `weight * x / sqrt(mean(x^2) + variance_epsilon)`.
 _FAMILIES = ("Llama", "Mistral", "Mixtral", "Olmoe", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
 _NAMES = {f"{family}RMSNorm" for family in _FAMILIES}
-# Their output is read by linear layers alone, which would each round it to autocast's dtype.
+# Norms whose output only linear layers read, each of which would round it to autocast's dtype.
 _BEFORE_PRODUCTS = ("input_layernorm", "post_attention_layernorm")
 
 
 class FusedRMSNorm(nn.Module):
-    """transformers' RMSNorm by one operation, in float32. If `narrow`, the result has autocast's dtype."""
+    """transformers' RMSNorm as one operation in float32. If `narrow`, the result has autocast's dtype."""
 
     weight: nn.Parameter
     variance_epsilon: float

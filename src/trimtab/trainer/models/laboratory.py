@@ -1,9 +1,9 @@
 """The laboratory models: small enough to train in seconds, hard enough to tell methods apart.
 
-393k parameters and 14 characters; its task is to sort ten digits: `3141592653=` continues as `1123345569.`.
+The basic model has 393k parameters and 14 characters. It sorts ten digits: `3141592653=` continues as `1123345569.`.
 Train it with a few supervised steps, then compare objectives under controlled mismatch. Mixtures of experts of the same
-size have another source of mismatch: trainer and sampler may route a token to different experts. It contributes little
-to the mismatch of the shallow mixture, and nearly all to that of the deep one, which uses one expert per token.
+size have another source of mismatch: trainer and sampler may route a token to different experts. This causes little of
+the shallow mixture's mismatch, and nearly all of the deep mixture's, which uses one expert per token.
 A deeper dense model sorts with a tool, in multi-turn episodes (recipe `laboratory-tools`); another writes out every
 step, in responses of 120 tokens (recipe `laboratory-long`).
 """
@@ -30,17 +30,17 @@ LONG = "laboratory-long"
 
 
 class _Design(NamedTuple):
-    """The sizes of a model; dense (Llama) without `experts`, else Qwen3-MoE.
+    """The sizes of a model: dense (Llama) without `experts`, otherwise Qwen3-MoE.
 
-    Every layer of a mixture has the experts, together about as large as a dense layer of the width. Rows of grouped
-    products want to be aligned to 16 bytes, in bfloat16 too: the size of an expert is a multiple of 8.
+    Every layer of a mixture has the experts, which together are about as large as a dense layer of this width. The size
+    of an expert is a multiple of 8: grouped products need rows aligned to 16 bytes, in bfloat16 too.
     """
 
     width: int = 128
     inner: int = 336
     layers: int = 2
     context: int = 64
-    experts: tuple[int, int, int] | None = None  # number, how many see a token, size of each
+    experts: tuple[int, int, int] | None = None  # number, experts per token, size of each
 
 
 _DESIGNS = {
@@ -59,8 +59,8 @@ PADDING, END, UNKNOWN = " ", ".", "?"
 def build(seed: int, name: str = NAME) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns an untrained laboratory model (float32) and its character tokenizer. Equal seeds give equal weights.
 
-    `name` is one of `NAMES`. The tokenizer adds nothing: one token for one character, `.` ends, ` ` pads, any other
-    character is `?`.
+    `name` is one of `NAMES`. The tokenizer adds no tokens: each character is one token, `.` ends a text, ` ` pads, any
+    other character is `?`.
     """
     settings = _config(_DESIGNS[name])
     settings._attn_implementation = PACKED_IMPLEMENTATION

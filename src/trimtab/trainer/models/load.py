@@ -50,10 +50,10 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
     """Loads a causal language model with its tokenizer, in evaluation mode, on the CPU.
 
     `path` is the bundled model's name (`BUNDLED`), one of the laboratory models (untrained, their weights drawn from
-    `seed`), a local folder, or an HF id. `dtype` is that of the master weights, whatever the files hold. Dropout is
+    `seed`), a local folder, or an HF id. `dtype` is for the master weights, whatever the files have. Dropout is
     disabled: a log-prob that changes between two forwards makes every importance ratio wrong. The tokenizer has a
     padding token of the vocabulary (its own, or else end of text, or else unknown); the embedding is never resized.
-    Without `weights` the model is empty (on the meta device), for a rank that receives them from another.
+    Without `weights` the model is empty (on the meta device), for a rank that receives them from another rank.
     """
     if path in laboratory.NAMES:
         with nullcontext() if weights else torch.device("meta"):
@@ -75,7 +75,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
 def load_plain(path: str) -> PreTrainedModel:
     """Loads a causal language model of any architecture that transformers knows, in float32 and with its own attention.
 
-    `path` is the bundled model's name, a local folder, or an HF id. Raises `TrimtabError` for a missing or broken one.
+    `path` is the bundled model's name, a local folder, or an HF id. Raises `TrimtabError` if it is missing or broken.
     """
     source = str(bundled.folder()) if path == BUNDLED else str(Path(path).expanduser())
     with _readable_errors(path), silence_transformers():
@@ -86,7 +86,7 @@ def load_plain(path: str) -> PreTrainedModel:
 
 
 def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises `TrimtabError` where `other`, of the model called `name`, has another id for a token of `tokenizer`."""
+    """Raises `TrimtabError` if `other`, of the model `name`, has another id than `tokenizer` for one of its tokens."""
     theirs = other.get_vocab()
     if wrong := next((token for token, id_ in tokenizer.get_vocab().items() if theirs.get(token) != id_), None):
         raise TrimtabError(
@@ -107,7 +107,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
             setattr(config, key, 0.0)
     with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
-        if weights:  # parameters of another shape are refused below, with their names
+        if weights:  # parameters of a wrong shape are refused below, by name
             options = {"config": config, "attn_implementation": PACKED_IMPLEMENTATION}
             model, info = _load_weights(source, dtype, **options, ignore_mismatched_sizes=True)
         else:
@@ -119,7 +119,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
 
 
 def _check_complete(info: Mapping[str, Any], name: str) -> None:
-    """Raises `TrimtabError` where parameters are not in the files, by transformers' report `info`."""
+    """Raises `TrimtabError` if transformers' report `info` lists parameters that are not in the files."""
     absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent:
         raise TrimtabError(
@@ -129,7 +129,7 @@ def _check_complete(info: Mapping[str, Any], name: str) -> None:
 
 
 def _check_index(folder: Path) -> None:
-    """Raises `ValueError` for an index of weights that names a file outside of the folder."""
+    """Raises `ValueError` for a weight index that names a file outside of the folder."""
     files = _mapping(folder / INDEX, "weight_map").values() if (folder / INDEX).is_file() else ()
     for file in files:
         if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
@@ -157,7 +157,7 @@ def _tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
     try:
         _check_token_ids(Path(source) / TOKENIZERS[0])
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # of a damaged file, the tokenizers library raises the bare class
+    except Exception as error:  # for a damaged file, the tokenizers library raises Exception itself
         if not Path(source).is_dir():
             raise
         if not any((Path(source) / file).exists() for file in TOKENIZERS):
@@ -197,7 +197,7 @@ def _readable_errors(name: str) -> Iterator[None]:
 
 
 def _ensure_padding_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
-    """Sets a padding token. Which one has no effect (masks exclude it), but its id must be in the embedding."""
+    """Sets a padding token. The choice has no effect (masks exclude it), but its id must be in the embedding."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     embedding: Any = model.get_input_embeddings()

@@ -3,7 +3,7 @@
     real tokens of prompts and responses, one packed row --backbone--> hidden states --head--> scores
 
 A group's responses share one pass over their prompt (`packed_attention.py`), padding is never run, and only positions
-that predict a response token reach the head (`fused_head.py`), which never holds tokens x vocabulary.
+that predict a response token reach the head (`fused_head.py`), which works in tiles.
 
 All passes over a micro-batch, with and without gradient, have the same numerics.
 """
@@ -59,11 +59,11 @@ class TokenBatch:
 
     @cached_property
     def places(self) -> TokenPlaces:
-        """Where the tokens are. Raises `TrimtabError` for padding on the wrong side."""
+        """The indices of the tokens. Raises `TrimtabError` for padding on the wrong side."""
         return TokenPlaces.of(self)
 
     def to(self, device: torch.device) -> TokenBatch:
-        """Copies the batch to a device. What is on the CPU is indexed there: no forward has to wait for the device."""
+        """Copies the batch to a device. `places` are computed before, so that no forward has to wait for the device."""
         moved = TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
         moved.__dict__["places"] = self.places.to(device)
         return moved
@@ -73,7 +73,7 @@ class TokenBatch:
         return values.flatten(0, 1).index_select(0, self.places.real)
 
     def padded(self, values: Float[Tensor, "tokens *x"]) -> Float[Tensor, "batch time *x"]:
-        """Returns the inverse of `at_tokens`, with 0 at padding."""
+        """Returns values of response tokens as padded rows, with 0 at padding: the inverse of `at_tokens`."""
         flat = values.new_zeros(self.response_ids.numel(), *values.shape[1:])
         return flat.index_copy(0, self.places.real, values).unflatten(0, self.response_ids.shape)
 
@@ -84,8 +84,8 @@ class TokenPlaces:
 
     prompt: Int[Tensor, " prompt_tokens"]
     real: Int[Tensor, " tokens"]  # response tokens
-    run: Int[Tensor, " run_tokens"]  # response tokens that are run: the last one of a row predicts no other
-    positions: Int[Tensor, " packed"]  # of each packed token in its text
+    run: Int[Tensor, " run_tokens"]  # response tokens that the model runs: all but the last of a row
+    positions: Int[Tensor, " packed"]  # of each packed token in its own sequence
     source: Int[Tensor, " tokens"]  # the packed token that predicts each response token
     layout: PackedLayout
     lengths: tuple[int, ...]  # of responses, in tokens
@@ -138,12 +138,12 @@ def _pad(rows: Sequence[IntRow], pad_id: int, *, left: bool) -> tuple[Tensor, Te
 
 
 class TokenScores(NamedTuple):
-    """Per response token, float32 (float64 for a float64 model); exactly 0 without gradient where padded."""
+    """Scores of each response token in float32 (float64 for a float64 model); exactly 0 without gradient at padding."""
 
     logp: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"] | None  # nats
-    routes: Int16[Tensor, "run layers chosen"] | None = None  # the routers' own choices, with `record`
-    head: Float[Tensor, "batch time k"] | None = None  # of the ids in `head`; -inf for an id of -1
+    routes: Int16[Tensor, "run layers chosen"] | None = None  # the routers' own choices, if `record`
+    head: Float[Tensor, "batch time k"] | None = None  # log-probs of the ids in `head`; -inf for an id of -1
     squares: Float[Tensor, "batch time"] | None = None  # sum of p^2 over the vocabulary, no gradient
 
 
@@ -159,12 +159,12 @@ def score(
     head: Int[Tensor, "batch time k"] | None = None,
     squares: bool = False,
 ) -> TokenScores:
-    """Computes the log-prob of every response token under softmax(logits / temperature), optionally with its entropy.
+    """Returns the log-prob of every response token under softmax(logits / temperature), optionally with its entropy.
 
-    Entropies are in nats. Grad mode and autocast are those of the caller. With `kept` (vocabulary ids, padded with -1)
-    the distribution is renormalized over each token's set: the replay of top-p/top-k sampling. `head`: further ids to
-    score at each token, padded with -1. `squares`: also the sum of p^2. `routes`: experts to replay, in the order of
-    the packed row. `record`: returns those that the routers chose themselves, or under `routes` would have chosen.
+    Entropies are in nats. The caller's grad mode and autocast apply. `kept`: each token's ids (padded with -1) to
+    renormalize its distribution over, which replays top-p/top-k sampling. `head`: further ids to score at each token,
+    padded with -1. `squares`: also the sum of p^2. `routes`: experts to replay, in the order of the packed row.
+    `record`: also the experts that the routers chose, or with `routes` would have chosen themselves.
 
     Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
     a response token outside its own sampling mask (on an accelerator its log-prob is NaN), or routes of another model.
@@ -193,7 +193,7 @@ def score(
         )
 
     scores = with_full_weights(model, work)
-    if kept is not None and not kept.is_cpu:  # to check it would wait for the device
+    if kept is not None and not kept.is_cpu:  # a check would wait for the device
         inside = (batch.at_tokens(kept) == batch.at_tokens(batch.response_ids)[:, None]).any(-1)
         scores = scores._replace(logp=scores.logp.where(inside, torch.nan))
     entropies, further, sums = (None if part is None else batch.padded(part) for part in scores[1:])
@@ -222,9 +222,9 @@ def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
 
 
 def _packed_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:
-    """Returns the hidden states that predict each real response token, row by row; runs every prompt once, no padding.
+    """Returns the hidden states that predict the response tokens, row by row; runs every prompt once, and no padding.
 
-    For an invariant model on a CPU fillers are appended, because every product would otherwise copy its rows to pad.
+    For an invariant model on a CPU, fillers are appended: otherwise every product would copy its rows to pad them.
     """
     places = batch.places
     ids = torch.cat([batch.prompt_ids.flatten()[places.prompt], batch.response_ids.flatten()[places.run]])
@@ -234,7 +234,7 @@ def _packed_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "token
         position_ids=F.pad(places.positions, (0, fillers))[None],
         # transformers passes a 4-D mask through unchanged; the layout determines which token attends to which.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
-        layout=replace(places.layout, masks={}),  # masks are as large as scores: they are kept for one forward
+        layout=replace(places.layout, masks={}),  # masks are as large as scores: kept for one forward only
         use_cache=False,
     ).last_hidden_state[0]
     return hidden.index_select(0, places.source)

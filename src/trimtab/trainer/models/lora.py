@@ -1,4 +1,4 @@
-"""Low-rank adapters (peft), and the weights with adapters merged: full precision, full names."""
+"""Low-rank adapters (peft), and weights with merged adapters in full precision under the base model's names."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence
         wrapped = peft.get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise TrimtabError(f"model.lora.targets = {targets!r}: {first_line(error)}") from None
-    if next(model.parameters()).dtype == torch.float32:  # that of the adapters
+    if next(model.parameters()).dtype == torch.float32:  # also the dtype of the adapters
         for layer in wrapped.modules():
             if isinstance(layer, peft.tuners.lora.LoraLayer):
-                layer.cast_input_dtype_enabled = False  # it only widens what autocast has rounded, and rounds it again
+                layer.cast_input_dtype_enabled = False  # it would widen what autocast then rounds again
     return wrapped.get_base_model()
 
 
 def save_adapter(model: Any, folder: Path, base: str) -> None:
-    """Writes the adapters that `add_lora` injected as peft does; `base`: name of the model they were trained on."""
+    """Writes the adapters of `add_lora` in peft's format. `base`: name of the model that they were trained on."""
     config = copy.copy(model.peft_config["default"])
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     config.save_pretrained(folder)

@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 TILE_ROWS = 64
-"""The number of rows of one product where bits must not depend on the number of rows."""
+"""Rows of one product if its bits must not depend on the number of rows."""
 ROWS = (1024, 512, 256, 128, TILE_ROWS, 48, 32, 16)
-"""Numbers of rows that are used where a product of them has the bits of one of `TILE_ROWS` on this machine."""
+"""Row counts to use if their products have the same bits as products of `TILE_ROWS` rows on this machine."""
 MULTIPLE = 16
-"""Rows are padded to multiples of it."""
+"""Row counts are padded to multiples of this number."""
 _PROBED = 1 << 24  # elements of the largest weight that is probed, which takes as long as a few products
 
 # PyTorch computes float32 products on a CPU with MKL, which is 2.2 to 2.5 times slower than oneDNN on AMD processors
@@ -32,13 +32,13 @@ _FAST_DTYPES = (torch.float32,) * _ONEDNN + (torch.bfloat16,) * _BFLOAT16
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
-    """Returns the dtype in which products of `values` are computed, float32 for bfloat16 that a processor lacks."""
+    """Returns the dtype for products of `values`: float32 if the CPU lacks bfloat16 instructions, else their own."""
     lacks = _BFLOAT16 and values.device.type == "cpu" and values.dtype == torch.bfloat16
     return torch.float32 if lacks else values.dtype
 
 
 def on_accelerator(device: torch.device) -> bool:
-    """Whether starting a kernel takes longer than a small computation, so that blocks should be large."""
+    """Whether launching a kernel takes longer than a small computation, so that blocks should be large."""
     return device.type not in ("cpu", "meta")
 
 
@@ -68,7 +68,7 @@ def inference_linear(
 
 
 def packed_weight(weight: Float[Tensor, "n k"], rows: int) -> Tensor:
-    """Returns a copy in the layout that oneDNN multiplies fastest by about `rows` rows; elsewhere the weight itself."""
+    """Returns a copy in the layout that oneDNN multiplies fastest by about `rows` rows; without oneDNN the weight."""
     dtype = product_dtype(weight)
     if not (_ONEDNN and weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)):
         return weight
@@ -76,7 +76,7 @@ def packed_weight(weight: Float[Tensor, "n k"], rows: int) -> Tensor:
 
 
 def packed_alike(weight: Float[Tensor, "n k"]) -> Tensor:
-    """Returns `packed_weight` if `tiled_product` has the same bits with it on this machine, otherwise the weight."""
+    """Returns the packed weight if it does not change the bits of `tiled_product` on this machine, else the weight."""
     packed = packed_weight(weight, TILE_ROWS)
     if not packed.is_mkldnn:
         return weight
@@ -85,7 +85,7 @@ def packed_alike(weight: Float[Tensor, "n k"]) -> Tensor:
 
 
 def tiled_product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """Returns `a @ b.T`; a row's bits are those of a product of `TILE_ROWS` rows, whatever the other rows.
+    """Returns `a @ b.T`; a row has the same bits as in a product of `TILE_ROWS` rows, whatever the other rows.
 
     `b` may be packed by `packed_alike`. It has no gradient.
     """
@@ -110,10 +110,10 @@ def _shares_bits(
     threads: int,  # noqa: ARG001  # decides, among others, which kernel runs
     is_packed: bool,
 ) -> bool:
-    """Whether products of so many rows with a weight of this shape have the bits of those of `TILE_ROWS` rows.
+    """Whether products of `rows` rows with a weight of this shape have the same bits as products of `TILE_ROWS` rows.
 
-    Tried with random numbers whose sums cancel: what is left are the rounding errors, which another order of a sum
-    changes in nearly all results. Sums that do not cancel often hide them when they are rounded to bfloat16.
+    Compares products of random numbers whose sums cancel, so that only rounding errors are left; another order of a sum
+    changes nearly all of these. Without cancellation, rounding to bfloat16 often hides them.
     """
     if device != "cpu" or shape.numel() > _PROBED or (rows == TILE_ROWS and not is_packed):
         return rows == TILE_ROWS and not is_packed
@@ -125,13 +125,13 @@ def _shares_bits(
     return torch.equal(product(a[:rows], packed_weight(b, TILE_ROWS) if is_packed else b), expected[:rows])
 
 
-# By the id of a weight: the weight, which keeps the id its own, and its cast.
+# id(weight) -> (weight, its cast). Holding the weight prevents another object from getting its id.
 _casts: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("casts", default=None)
 
 
 @contextmanager
 def reused_casts() -> Iterator[None]:
-    """Inside, `FastLinear` rounds each weight once, not once for every micro-batch. Weights must not change inside."""
+    """Makes `FastLinear` round each weight once inside, not once per micro-batch. Weights must not change inside."""
     token = _casts.set({})
     try:
         yield
@@ -145,7 +145,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if casts is None or weight.dtype == dtype:
         return weight.to(dtype)
     if id(weight) not in casts:
-        if not torch.is_grad_enabled():  # a cast without gradient must not be kept for passes with one
+        if not torch.is_grad_enabled():  # a cast without gradient must not be kept for passes with gradient
             return weight.to(dtype)
         casts[id(weight)] = (weight, weight.to(dtype))
     return casts[id(weight)][1]
@@ -183,8 +183,8 @@ def fast_linear(
 
 
 def tiled_linear(states: Float[Tensor, "*batch k"], weight: Float[Tensor, "n k"]) -> Float[Tensor, "*batch n"]:
-    """Returns `states @ weight.T` with gradient, computed by `tiled_product`. Both have the same dtype."""
-    if not torch.is_grad_enabled():  # decoding needs hundreds of products a token, and this path has half the overhead
+    """Returns `states @ weight.T` with gradient, computed by `tiled_product`. States and weight have the same dtype."""
+    if not torch.is_grad_enabled():  # decoding needs hundreds of products per token; this path halves the overhead
         return _unpadded(tiled_product(pad_rows(states, MULTIPLE), weight), states.shape)
     return linear_by(tiled_product, states, weight, MULTIPLE)
 
@@ -195,9 +195,9 @@ def linear_by(
     weight: Float[Tensor, "n k"],
     multiple: int | None,
 ) -> Float[Tensor, "*batch n"]:
-    """Returns `states @ weight.T` with gradient, computed by `multiply` of the rows, padded by `pad_rows` unless None.
+    """Returns `states @ weight.T` with gradient, by `multiply`. `pad_rows` pads states unless `multiple` is None.
 
-    Both have the same dtype. The backward is the same for every `multiply`: only the trainer computes gradients.
+    States and weight have one dtype. The backward is the same for every `multiply`: only the trainer needs gradients.
     """
     return _Product.apply(states, weight, multiply, multiple)
 
@@ -226,7 +226,7 @@ class _Product(torch.autograd.Function):
 
 
 def pad_rows(states: Float[Tensor, "*batch k"], multiple: int) -> Float[Tensor, "rows k"]:
-    """Returns the rows, followed by as many rows of zeros as `padding_rows` returns."""
+    """Returns the rows, followed by `padding_rows` rows of zeros."""
     rows = states.reshape(-1, states.shape[-1])
     return _pad_to(rows, len(rows) + padding_rows(len(rows), multiple))
 
@@ -237,7 +237,7 @@ def _pad_to(rows: Tensor, count: int) -> Tensor:
 
 
 def padding_rows(rows: int, multiple: int) -> int:
-    """Returns the number of padding rows up to the next of eight sizes per octave.
+    """Returns the number of rows to add to reach the next of eight sizes per power of two.
 
     All sizes are multiples of `multiple`, a power of two. oneDNN caches compiled kernels for every shape, about half a
     megabyte each; micro-batches of ever new sizes would grow a process by gigabytes.

@@ -4,8 +4,8 @@ PyTorch's seeded generator runs on one CPU thread and takes 2.5 ns per normal; p
 would cost a tenth of its training step. Here 16 random bits choose one of 65536 equally likely quantiles: four normals
 from each 64-bit word (numpy's SFC64), in 1 ns each. The resolution is limited: no value exceeds 4.33 standard
 deviations, and adjacent values are 4e-5 apart in the middle and 0.25 at the ends. Over the table, mean and variance are
-exact and the kurtosis is 2.999. Other devices use PyTorch's own generator: equal seeds repeat the noise
-of a device, and give another one than on the CPU.
+exact and the kurtosis is 2.999. Other devices use PyTorch's own generator: equal seeds give equal noise on one kind of
+device, but other noise than on the CPU.
 """
 
 from __future__ import annotations

@@ -5,13 +5,12 @@ The backbone runs one row of real tokens, all prompts first and then all respons
     [ prompt 0 | prompt 1 | ... | response 0 | response 1 | ... ]
 
 Only attention depends on the layout. It spreads queries and keys over padded rows, lets each response attend to its
-prompt's keys and its own, and packs the result again. A dense block mask over the packed row would compute scores that
-are masked, and rows of prompt and response would run every prompt once for each response.
+prompt's keys and its own, and packs the result again. A dense mask would waste work on masked scores, and rows of
+prompt and response would run every prompt once for each response.
 
-`PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". For the
-short rows of reinforcement learning on a CPU, products of small matrices are faster than the fused kernel, most of all
-in the backward; long responses use it (`FusedRows`). Scores are computed in float32, so autocast rounds nothing
-before the softmax.
+`PACKED_IMPLEMENTATION` is registered with transformers; without a `layout` it is transformers' own "sdpa". On a CPU
+short rows use products of small matrices, which are faster than the fused kernel, most of all in the backward; long
+responses use the kernel (`FusedRows`). Scores are computed in float32, so autocast rounds nothing before the softmax.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PACKED_IMPLEMENTATION = "trimtab"
 
 # Scores per block, in elements: passes over them stay in cache, and memory grows linearly with the length of a row.
 BLOCK_SCORES = 1 << 20
-# On an accelerator blocks are larger by this factor: it would compute one of this size faster than start its kernels.
+# Factor of blocks on an accelerator, where launching kernels takes longer than computing a block of this size.
 ACCELERATED = 16
 # A longer row is split into blocks of at least this many queries; products of fewer rows are slow.
 BLOCK_QUERIES = 128
@@ -43,9 +42,9 @@ BLOCK_QUERIES = 128
 # attention's time). Masks up to this size are kept for all layers; larger ones are recomputed block by block.
 MAX_SAVED_SCORES = 1 << 22
 # Forward and backward of `FusedRows` on a CPU take as long as small products at 512 tokens, and 1 / 1.3 of their time
-# at 768. An accelerator uses them at any length: it starts a tenth of the kernels.
+# at 768. An accelerator uses `FusedRows` at any length: they launch a tenth of the kernels.
 MIN_WIDTH = 768
-# Prompts of at most so many times the longest response are computed again in each row of `FusedRows` by an accelerator.
+# An accelerator uses `FusedRows` if the longest prompt has at most this many times the tokens of the longest response.
 MAX_PROMPTS = 4
 
 
@@ -74,23 +73,23 @@ class PaddedRows(NamedTuple):
 
 
 class FusedRows(NamedTuple):
-    """Where the tokens of a packed row are in rows of a prompt and a response each, for PyTorch's fused kernel.
+    """The tokens of a packed row arranged as rows of a prompt and a response each, for PyTorch's fused kernel.
 
-    It stores no scores. Attention in a row is causal; padding on the right is behind all real tokens. A prompt's
-    queries are computed again in each row, so the rows are not used where prompts are much longer than responses.
+    The kernel stores no scores. Attention in a row is causal, so no real token attends to padding on the right. Each
+    row computes its prompt's queries again, so rows are not used if prompts are much longer than responses.
     """
 
     tokens: Int[Tensor, "rows width"]  # the packed token at each place; 0 at padding
-    places: Int[Tensor, " tokens"]  # of each packed token in the flattened rows; a prompt's are in its first row
+    places: Int[Tensor, " tokens"]  # of each packed token in the flattened rows; of a prompt, in its first row
     on_cpu: bool  # whether a CPU uses the rows, too: responses are long, and longer than their prompts
 
     @classmethod
     def build(
         cls, prompt_lengths: Int[Tensor, " prompts"], lengths: Int[Tensor, " rows"], prompt_index: Int[Tensor, " rows"]
     ) -> FusedRows | None:
-        """Returns the rows, or None where products of small matrices are used on every device.
+        """Returns the rows, or None if every device should use products of small matrices instead.
 
-        lengths: of the responses, which follow all prompts in the packed row. prompt_index: the prompt of each.
+        lengths: of the responses, which follow all prompts in the packed row. prompt_index: the prompt of each row.
         """
         longest, longest_prompt = (int(values.max()) if len(values) else 0 for values in (lengths, prompt_lengths))
         if longest * MAX_PROMPTS < max(1, longest_prompt):
@@ -116,7 +115,7 @@ class FusedRows(NamedTuple):
     ) -> Float[Tensor, "1 tokens heads width"]:
         """Returns the attention of each packed token, as `packed_attention_forward` does, computed in `dtype`."""
         heads = [x.shape[1] for x in (query, key, value)]
-        # In one piece, and at least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
+        # As one tensor in at least float32: a GPU sums the gradients of a prompt's keys over its rows in this dtype.
         wide = torch.cat([query, key, value], 1)[0].transpose(0, 1)
         wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
         rows = wide.index_select(0, self.tokens.flatten()).to(dtype)
@@ -153,7 +152,7 @@ class PackedLayout:
     def build(
         cls, prompt_mask: Bool[Tensor, "prompts _"], input_mask: Bool[Tensor, "batch _"], prompt_index: Tensor
     ) -> PackedLayout:
-        """Builds it from the masks of prompts and of the response tokens that are run (all but each row's last)."""
+        """Returns the layout for masks of prompts and of response tokens that are run (all but each row's last)."""
         prompts, lengths = _rows(prompt_mask, 0), prompt_mask.sum(-1)
         fused = FusedRows.build(lengths, input_mask.sum(-1), prompt_index)
         return cls(prompts, _rows(input_mask, prompts.stop), prompt_index, lengths, {}, fused)
@@ -216,7 +215,7 @@ class AttentionOptions(NamedTuple):
     scaling: float
     softcap: float | None
     window: int | None
-    dtype: torch.dtype  # of the products with values, and of what is kept
+    dtype: torch.dtype  # of the products with values, and of probabilities that are kept
 
 
 @torch.compiler.disable  # its blocks depend on the batch
@@ -233,7 +232,7 @@ def packed_attention_forward(
     layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function called by transformers: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
+    """The function that transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
     if layout is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
@@ -260,7 +259,7 @@ class PackedAttention(torch.autograd.Function):
     """The attention of one layer over a packed row.
 
     `attend` returns the output, and the probabilities of the blocks of each kind of row; the backward computes them
-    again where there are none.
+    again if there are none.
     """
 
     @staticmethod
@@ -315,7 +314,7 @@ def _attend_packed(
 
 
 class _Kind(NamedTuple):
-    """Rows of queries with the padded keys and values they attend to; `shared`: those of their prompt come first."""
+    """Rows of queries with the padded keys and values they attend to; `shared`: the prompt's keys come first."""
 
     layout: PackedLayout
     rows: PaddedRows
@@ -348,7 +347,7 @@ def _collect(to: Tensor, grad: Tensor, rows: PaddedRows, layout: PackedLayout) -
 
 
 def working_blocks(rows: int, heads: int, queries: int, keys: int, device: torch.device) -> list[_Block]:
-    """Returns blocks of whole rows, as many as fit, or parts of one row, each with the keys its last query sees."""
+    """Returns blocks of as many whole rows as fit, or of a part of one row with the keys that its last query sees."""
     per_row, size = heads * queries * keys, BLOCK_SCORES * (ACCELERATED if on_accelerator(device) else 1)
     if per_row <= size or queries <= BLOCK_QUERIES:
         step = max(1, size // max(per_row, 1))

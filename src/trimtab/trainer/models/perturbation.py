@@ -8,10 +8,10 @@ has one learnable a_l = `log_sigma`; its gradient is sigma_l * sum(eps * dL/dh_l
 
 A layer whose sigma is 0 gets no noise, and if no sigma is positive no hook is attached, so that the model equals the
 unperturbed one bit for bit, also in half precision. From the first layer with a positive sigma to the final norm, the
-residual stream of a half-precision model is float32, which itself changes log-probs by rounding errors. In half
-precision it would lose small noise: near 1.0 the spacing of bfloat16 is 0.0078, and rounding removes anything below
-half of it, whatever the precision of the addition. Norms read the float32 stream; matrix products get the model's own
-dtype. A float32 model under autocast behaves like that already, and only gets the noise.
+residual stream of a half-precision model is float32, which itself changes log-probs by rounding errors. A
+half-precision stream would lose small noise: near 1.0 the spacing of bfloat16 is 0.0078, and rounding removes anything
+below half of it, whatever the precision of the addition. Norms read the float32 stream; matrix products get the model's
+own dtype. A float32 model under autocast behaves like that already, and only gets the noise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PerturbationCoverage:
 
     Entries are compared after rounding to the dtype of that product, which may undo small noise. "Clean" is the same
     pass without this layer's own noise; noise of earlier layers is in both. Layers of sigma 0 are not counted, nor are
-    logits, which are not rounded. May be used for several passes.
+    logits, which are not rounded. It may count several passes.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class PerturbationCoverage:
 
 
 class Perturbation(nn.Module):
-    """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and nothing of the model.
+    """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and no part of the model.
 
-    `layers` is "all", "logits", or layers and inclusive ranges "0-4,12"; `std` is the first value of every sigma, or
-    a list with that of each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, a list
-    of another length, or a model without decoder layers.
+    `layers` is "all", "logits", or layers and inclusive ranges "0-4,12"; `std` is the initial sigma of all layers, or a
+    list with one for each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, a list of
+    another length, or a model without decoder layers.
     """
 
     def __init__(self, model: Any, layers: str = "all", std: float | Sequence[float] = 1e-4) -> None:
@@ -95,7 +95,7 @@ class Perturbation(nn.Module):
         return [str(index) for index in self._chosen] or [LOGITS]
 
     def sigmas(self) -> dict[str, float]:
-        """Returns the standard deviations by name, infinity where they are NaN or would overflow."""
+        """Returns the standard deviations by name, infinity if they are NaN or would overflow."""
         values = [math.exp(value) if value < 700 else math.inf for value in self.log_sigma.tolist()]
         return dict(zip(self.names, values, strict=True))
 
@@ -107,7 +107,7 @@ class Perturbation(nn.Module):
 
         A second forward inside with the same shapes gets the same noise. The backward may run outside: gradient
         checkpointing recomputes with the noise of the same forward. `coverage` counts changed entries.
-        sigmas: what `sigmas()` returned since the last update; without it the device is waited for.
+        sigmas: what `sigmas()` returned since the last update; None: read now, which waits for the device.
         """
         if self._seed is not None:
             raise TrimtabError(
@@ -204,8 +204,8 @@ def stream_dtype(dtype: torch.dtype) -> torch.dtype:
 class PerturbedLayer:
     """Hooks of one decoder layer, which add the noise and keep the stream in float32 inside `attached`.
 
-    dtype: of the model's own residual stream. observe: gets the input of the layer's first product, with and without
-    this layer's noise.
+    dtype: of the model's own residual stream. observe: called with the input of the layer's first product, with and
+    without this layer's noise.
     """
 
     module: nn.Module
@@ -216,8 +216,8 @@ class PerturbedLayer:
     # This layer's input before and after its noise, until both are passed to `observe`.
     _clean: Tensor | None = None
     _perturbed: Tensor | None = None
-    _norm: nn.Module | None = None  # what stands between the perturbed input and the first product
-    _tokens: int | None = None  # how many come before the fillers of a packed row; None without any
+    _norm: nn.Module | None = None  # the norm between the perturbed input and the first product
+    _tokens: int | None = None  # number of tokens before the fillers of a packed row; None: all
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -255,7 +255,7 @@ class PerturbedLayer:
         return original(partial(self._run, run), *args)
 
     def _run(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Runs a checkpointed pass: the first one, or the recomputation, when this context may have been left."""
+        """Runs a checkpointed pass: the first one, or the recomputation, which may run after `attached` has ended."""
         token = _owner.set(self)
         try:
             if self._attached:
@@ -293,7 +293,7 @@ class PerturbedLayer:
         assert self.observe is not None
         clean = clean.to(stream_dtype(clean.dtype))
         if self._norm is not None:
-            clean = self._norm.forward(clean)  # not a call of the module, which would run the hooks
+            clean = self._norm.forward(clean)  # calling the module itself would run the hooks
         device = value.device.type
         cast = torch.is_autocast_enabled(device) and value.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device) if cast else self.dtype
@@ -302,11 +302,11 @@ class PerturbedLayer:
 
 @contextmanager
 def float32_norms(modules: Iterable[nn.Module], dtype: torch.dtype, *, narrow: bool = False) -> Iterator[None]:
-    """Lets norms of a half-precision model read a float32 stream; `narrow` converts their output back."""
+    """Lets norms of a half-precision model read a float32 stream inside; `narrow` converts their output back."""
     with ExitStack() as stack:
         if dtype != stream_dtype(dtype):
             for module in filter(is_norm, modules):
-                if isinstance(module, nn.LayerNorm):  # its kernel wants parameters of the input's type
+                if isinstance(module, nn.LayerNorm):  # its kernel needs parameters of the input's dtype
                     stack.enter_context(_override(module, "forward", partial(_layer_norm, module)))
                 if narrow:
                     stack.callback(module.register_forward_hook(lambda *call: call[2].to(dtype)).remove)
@@ -320,7 +320,7 @@ def _layer_norm(module: nn.LayerNorm, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _override(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of one object inside, whether it is defined by the object or its class."""
+    """Replaces a method of one object inside, whether the object or its class defines it."""
     attributes = vars(module)
     before = attributes.get(name)
     attributes[name] = replacement

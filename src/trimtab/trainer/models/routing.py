@@ -1,7 +1,7 @@
 """Records the experts each token is routed to in one forward, and replays them in another.
 
 Sampler and trainer compute router scores with different rounding errors, so that nearly tied experts may be chosen
-differently. Replaying the sampler's choice (R3, arXiv 2510.11370) or that of the proximal pass (R2, arXiv 2507.18071)
+differently. Replaying the experts of the sampler (R3, arXiv 2510.11370) or of the proximal pass (R2, arXiv 2507.18071)
 removes this mismatch. The gates, which weigh the experts' outputs, are computed from the current forward's own scores,
 so that the router keeps its gradient.
 
@@ -40,14 +40,14 @@ class _MixtureLayer(NamedTuple):
 
 
 def router_info(model: Any) -> RouterInfo:
-    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for one that is not in `MIXTURES`."""
+    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a mixture not in `MIXTURES`."""
     if not (mixtures := _mixture_layers(model, required=False)):
         return RouterInfo(0, 0, 0)
     return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
 
 
 def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -> None:
-    """Raises `TrimtabError` if experts (tokens, layers, chosen) that `name` has recorded do not exist in a model."""
+    """Raises `TrimtabError` if a model does not have the experts (tokens, layers, chosen) that `name` recorded."""
     foreign = routes.size and (routes.min() < 0 or routes.max() >= routers.experts)
     if foreign or routes.shape[1:] != (routers.layers, routers.chosen):
         raise TrimtabError(
@@ -89,7 +89,7 @@ class RoutingTape:
         self._recorded[layer].append(out[2].to(torch.int16))
 
     def take(self) -> Int16[Tensor, "tokens layers chosen"]:
-        """Returns the record since the last call, with tokens in the order they were run and padding included.
+        """Returns the record since the last call, with tokens in the order in which they were run, including padding.
 
         Tokens are flattened batch x time. Experts have the order of the router, highest score first. Raises
         `TrimtabError` when a forward stopped between two layers.
@@ -125,11 +125,11 @@ def record_routing(model: Any) -> Iterator[RoutingTape]:
 
 @contextmanager
 def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> Iterator[None]:
-    """Replays these experts, which the model has, in one forward inside; tokens are flattened batch x time.
+    """Replays `routes` in one forward inside; tokens are flattened batch x time.
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
-    run outside. The routes are on the device of the model. They are not looked at, which would wait for it: see
-    `require_known_experts`. Raises `TrimtabError` as `record_routing` does, and when a layer runs more or less than
+    run outside. The routes must be on the model's device. They are not checked, which would wait for the device: call
+    `require_known_experts` before. Raises `TrimtabError` as `record_routing` does, and if a layer does not run exactly
     once inside.
     """
     mixtures = _mixture_layers(model)
@@ -154,7 +154,7 @@ class _Replay:
     def attach(self, stack: ExitStack) -> None:
         layer = self.mixture.layer
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
-            # Bound to the call, not to the context: the recomputation may run after this context was left.
+            # Bound to the call, not to the context: the recomputation may run after the context has ended.
             original = layer._gradient_checkpointing_func
             layer._gradient_checkpointing_func = partial(self._checkpoint, original)
             stack.callback(setattr, layer, "_gradient_checkpointing_func", original)
@@ -212,6 +212,6 @@ def routed(
 def routing_agreement(
     one: Int16[Tensor, "tokens layers chosen"], other: Int16[Tensor, "tokens layers chosen"]
 ) -> Int[Tensor, "2"]:
-    """Returns the number of (token, layer) pairs with equal sets of experts, and of all, on the device of `one`."""
+    """Returns the number of (token, layer) pairs with equal sets of experts, and of all pairs, on `one`'s device."""
     same = (one.sort(-1).values == other.to(one.device).sort(-1).values).all(-1)
     return torch.stack([same.sum(), torch.full((), same.numel(), device=same.device)])

@@ -88,7 +88,7 @@ def apply_fsdp(
 def _move_to_mesh(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Moves parameters and buffers of these modules, but not of their children, to the mesh's device.
 
-    Values are rank 0's. An empty module gets new memory, tied or not.
+    Values are rank 0's. An empty module gets new memory, even for tied tensors.
     """
 
     def move(tensor: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def with_full_weights(model: Any, work: Callable[[], T]) -> T:
 
 
 def _free(model: nn.Module, _args: Any, _result: Any) -> None:
-    """Frees gathered weights without a backward: nothing else does, and the next forward would use stale weights."""
+    """Frees gathered weights after a forward without gradient. Otherwise the next forward would use stale weights."""
     if not torch.is_grad_enabled():
         for module in model.modules():
             if hasattr(module, "reshard"):

@@ -4,12 +4,12 @@
 head are computed by the modules of this package: classes are exchanged, parameters and names stay. Sampler and trainer
 then run the same forward, so that log-probs of the same token under the same weights are bitwise equal: alone or in a
 batch, padded or packed, in parallel or token by token from a cache, with or without gradient, on one thread or several.
-Each file documents how its operation depends on the batch, and how that is avoided; this one has the layers.
+Each file documents how its operation depends on the batch, and how that is avoided; this file has the layers.
 
-Elementwise CPU kernels compute the last few numbers of a tensor, and of each thread's share, one by one, with different
-code than the vectors before them. Sums, products, quotients and roots are correctly rounded in both; `exp`, `log`,
-`sin` and `cos` run the same code for all. `sigmoid`, `silu` and `logaddexp` do not, nor does `rsqrt` in bfloat16, so
-they are not used here. The order of a sum over the last dimension does not depend on the number of rows.
+Elementwise CPU kernels compute vectors, but the last few numbers of a tensor, and of each thread's share, one by one
+with different code. Sums, products, quotients and roots are correctly rounded by both; `exp`, `log`, `sin` and `cos`
+run the same code for all. `sigmoid`, `silu`, `logaddexp`, and `rsqrt` in bfloat16 run different code, so they are not
+used here. The order of a sum over the last dimension does not depend on the number of rows.
 tests/e2e/test_invariant_logprobs.py checks both on the machine it runs on.
 """
 
@@ -45,7 +45,7 @@ from trimtab.trainer.models.matmul import (
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
-    """Returns the dtype of products: autocast's where it is enabled, else that of the weights."""
+    """Returns the dtype of products: autocast's if it is enabled, else the dtype of the weights."""
     device = weight.device.type
     if torch.is_autocast_enabled(device) and weight.dtype == torch.float32:
         return torch.get_autocast_dtype(device)
@@ -75,7 +75,7 @@ def pack_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
 
 @contextmanager
 def use_packed(weights: Mapping[nn.Module, Tensor]) -> Iterator[None]:
-    """Lets layers multiply by these weights, where no gradient is needed."""
+    """Makes layers multiply by these packed weights inside, if no gradient is needed."""
     token = _packed.set(weights)
     try:
         yield
@@ -112,7 +112,7 @@ class InvariantEmbedding(nn.Embedding):
 
 
 def add_exponentials(total: Float[Tensor, " tokens"], logits: Float[Tensor, "tokens words"]) -> Tensor:
-    """Returns `logaddexp(total, logsumexp(logits))`, from functions that compute all elements by the same code."""
+    """Returns `logaddexp(total, logsumexp(logits))`, by functions that compute all elements with the same code."""
     if use_triton(logits):
         return row_kernels.add_exponentials(total, logits)
     peak = torch.maximum(total, logits.amax(-1))

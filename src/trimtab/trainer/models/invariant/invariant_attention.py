@@ -54,7 +54,7 @@ def invariant_attention_forward(
     layout: PackedLayout | CachedAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
+    """The function that transformers calls: query (1, heads, tokens, width), key and value (1, key heads, ...)."""
     del attention_mask  # the layout determines it
     if layout is None or kwargs.get("dropout"):
         raise TrimtabError("invariant attention is for scoring and for the embedded engine alone, without dropout")
@@ -81,16 +81,16 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def query_rows(width: int) -> int:
-    """Returns the minimum number of rows of products over heads of `width` channels; fewer rows use other kernels.
+    """Returns the minimum number of rows of products over heads of `width` channels; fewer use other kernels.
 
     MKL on a CPU with AVX-512 needs 4 rows up to a width of 80, 8 up to 128 and 12 up to 256; with
-    `MKL_CBWR=COMPATIBLE` 8 for all of them. More rows cost time in decoding, where most of them are padding.
+    `MKL_CBWR=COMPATIBLE` it needs 8 for all of them. More rows cost time in decoding, where most of them are padding.
     """
     return 8 if width <= 128 else 16
 
 
 def pad_time(states: Float[Tensor, "*batch time width"], multiple: int) -> Float[Tensor, "*batch more width"]:
-    """Pads the time dimension with zeros to a multiple; returns the tensor itself where it is one already."""
+    """Pads the time dimension with zeros to a multiple; returns the tensor itself if it needs no padding."""
     missing = -states.shape[-2] % multiple
     return F.pad(states, (0, 0, 0, missing)) if missing else states
 
@@ -103,7 +103,7 @@ def attention_scores(
 
 
 def largest(scores: Float[Tensor, "*batch keys"], shown: Float[Tensor, "*#batch keys"]) -> Float[Tensor, "*batch 1"]:
-    """Returns the largest score of the keys for which `shown` is 1 and not 0."""
+    """Returns the largest score of the keys for which `shown` is 1 (0: hidden)."""
     return (scores + shown.log()).amax(-1, keepdim=True)
 
 
@@ -112,7 +112,7 @@ def exponentials_(
 ) -> Float[Tensor, "*batch keys"]:
     """Replaces the scores by `exp(score - peak)`, and by 0 for the keys for which `shown` is 0.
 
-    The exponential of -inf takes a CPU much longer than that of a number, so hidden keys get 0 by a product.
+    On a CPU the exponential of -inf takes much longer than of a number, so hidden keys get 0 by a product.
     """
     return scores.sub_(peak).clamp_(max=0).exp_().mul_(shown)
 
@@ -122,7 +122,7 @@ def accumulate(
     value: Float[Tensor, "batch keys width"],
     before: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "batch queries"], Float[Tensor, "batch queries width"]]:
-    """Adds sums and weighted values block by block, in order, to those of the blocks `before`; returns both."""
+    """Adds sums and weighted values block by block, in order, to the totals `before`; returns both totals."""
     for start in range(0, value.shape[1], KEY_BLOCK):
         part = exponentials[..., start : start + KEY_BLOCK]
         sums, values = part.sum(-1), torch.bmm(part, value[:, start : start + KEY_BLOCK])
@@ -136,8 +136,8 @@ class _Keys(NamedTuple):
 
     keys: Tensor
     values: Tensor
-    width: int  # without padding to whole blocks
-    lengths: Tensor | None  # of the prompts, (rows,); None: a row's own keys, of which a query sees those up to itself
+    width: int  # number of keys without padding to whole blocks
+    lengths: Tensor | None  # of the prompts, (rows,); None: a row's own keys, which a query sees up to itself
 
     def shown(self, rows: slice, queries: range, keys: int, dtype: torch.dtype) -> Float[Tensor, "_ 1 _ keys"]:
         """Returns 1 for the keys that each query attends to, and 0 for the others."""

@@ -1,4 +1,4 @@
-"""Triton kernels of batch-invariant numerics; here what all share: the import, launch options, checks of operands.
+"""Triton kernels of batch-invariant numerics; this file has what they share: import, launch options, checks.
 
 A kernel is batch-invariant if each row is computed by the same operations in the same order whatever the other rows
 are. The source code alone does not determine that, because Triton compiles variants. Precautions:
@@ -49,7 +49,7 @@ class _Absent:
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Returns `triton.jit` with these options, or a decorator to `_Absent` where Triton is not installed."""
+    """Returns `triton.jit` with these options, or, if Triton is not installed, a decorator that returns `_Absent`."""
     return triton.jit(**options) if triton is not None else lambda _: _Absent()
 
 
@@ -57,7 +57,7 @@ def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1, set before Triton's import).
 
     The interpreter cannot multiply bfloat16, so kernels convert operands to float32 first, which is exact. It truncates
-    to bfloat16 where a device rounds to nearest.
+    to bfloat16, whereas a device rounds to nearest.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"
 

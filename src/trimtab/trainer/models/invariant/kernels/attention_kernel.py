@@ -64,7 +64,7 @@ class StoredKeys(NamedTuple):
 class QuerySpans(NamedTuple):
     """Consecutive queries of each sequence, and the number of keys that the first one attends to (at least its own).
 
-    Each further query attends to one key more: of the response, or of the prompt if the first attends to no response.
+    Each further query attends to one more key: of the response, or of the prompt if the first attends to no response.
     """
 
     first: Int[Tensor, " sequences"]  # index among all queries
@@ -153,7 +153,7 @@ def _lengths(rows: PaddedRows, device: torch.device) -> Int[Tensor, " rows"]:
 def _stored(data: Tensor, keys: StoredKeys) -> tuple[Tensor, Int[Tensor, " sequences"], int, int]:
     """Returns a tensor, the start of each sequence in it, and the strides of heads and tokens, all in elements.
 
-    It is copied unless every row of a head is aligned, so that one kernel variant reads all.
+    The tensor is copied unless every row of a head is aligned, so that one kernel variant reads all tensors.
     """
     if data.stride(3) != 1 or data.data_ptr() % 16 or any(stride % 8 for stride in data.stride()[:3]):
         data = as_aligned(data)

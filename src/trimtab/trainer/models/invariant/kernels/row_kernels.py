@@ -25,7 +25,7 @@ from trimtab.trainer.models.invariant.kernels import (
 
 
 class Tile(NamedTuple):
-    """Rows and columns that one program computes, the depth of one summand, and the compilation options."""
+    """Rows and columns that one program computes, the inner dimension of one product, and compilation options."""
 
     rows: int
     columns: int
@@ -37,11 +37,11 @@ class Tile(NamedTuple):
 # Hopper's matrix instruction needs at least 64 rows; the unused rows of a small decoding batch read no memory. float32
 # is computed outside of tensor cores, so its tile is smaller to fit the registers.
 TILES = {torch.bfloat16: Tile(64, 128, 64, warps=4, stages=3), torch.float32: Tile(32, 64, 32, warps=4, stages=2)}
-# Tiles of rows that share one column of the weight in cache. It orders programs and changes no numbers.
+# Tiles of rows that share one column of the weight in cache. It changes the order of programs, but no numbers.
 GROUP = 8
 # Elements of one program of SiLU.
 BLOCK = 1024
-# Vocabulary entries of one tile. Fixed, because the order of the sum is that of the tiles.
+# Vocabulary entries of one tile. Fixed, because it determines the order of the sum.
 WORDS = 1024
 # Rows of one program that sums tiles.
 ROWS = 64
@@ -53,7 +53,7 @@ def batch_invariant_matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> 
 
     A row's bits depend on that row and `b` alone: the shape of a tile depends on the dtype alone, and one program
     computes an element and adds the tiles of k in order (splitting the sum would be faster for few rows). Inside a tile
-    the order is that of the tensor core, which is the same for every row of the tile: a property of the hardware, which
+    the tensor core determines the order, the same for every row of the tile: a property of the hardware, which
     benchmarks/invariant_cuda.py checks. Rows past the end are zeros and do not affect other rows.
 
     After the analysis in "Defeating nondeterminism in LLM inference" (Thinking Machines Lab 2025). Tiles of fewer rows
