@@ -104,7 +104,7 @@ class Dump:
         return self._write(f"call_{self._last:06d}_rank_{rank}.jsonl", list(batch))
 
     def _begin(self, step: int, rank: int) -> None:
-        """Chooses the folder of a run that begins or resumes at `step`: the first one without files from this step on."""
+        """Chooses the folder of a run that begins or resumes at `step`: the first without files from that step on."""
         later = (self._first.with_name(f"{self._first.name}_{number}") for number in count(2))
         self.folder = next(folder for folder in chain([self._first], later) if not _holds(folder, step, rank))
         resumed = any(self.folder.glob("*_rank_0.jsonl"))

@@ -141,7 +141,7 @@ class Watch:
         return fit
 
     def _wrap_advantage(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps V1's `_compute_advantage`, in which the monitor sees the batch: only there are the batch's tags known."""
+        """Wraps V1's `_compute_advantage`, in which the monitor sees the batch: only there are its tags known."""
 
         @functools.wraps(original)
         def compute(trainer: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 
 class Absent(Exception):
-    """Raised if a framework's own losses lack a part of the objective. The message names it, and is no full sentence."""
+    """Raised if a framework's own losses lack a part of the objective; the message names that part."""
 
 
 def no_term(built: Objective) -> Absent:
