@@ -23,7 +23,7 @@ WINDOW = 20
 KEPT = 2 * WINDOW
 """Number of newest steps that the rules read, besides the first `WINDOW` steps and the window of the best reward."""
 NORM_FALL = 0.35
-"""The gradient norm falls if it is below this share of its earlier median. Miles reports .07 to .02 before a collapse."""
+"""The gradient norm falls if its median is below this share of the earlier one. Miles: .07 to .02 before a collapse."""
 NORM_RISE = 10.0
 """The gradient norm explodes if it reaches this many times its median in the first steps."""
 LEAST_BEFORE = 3

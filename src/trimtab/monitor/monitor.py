@@ -166,7 +166,7 @@ class Monitor:
 
     @property
     def steps(self) -> list[Step]:
-        """The finished steps that the rules read: the first ones, the newest ones, and the window of the best reward."""
+        """The finished steps that the rules read: the first, the newest, and the window of the best reward."""
         return self._history.steps()
 
     @property
@@ -321,5 +321,5 @@ def _number(grad_norm: float) -> float:
 def warn(alarm: Alarm) -> None:
     """Warns of an alarm in one line."""
     # Level 5 is the line of the training loop, outside `_finish`, `observe` and its decorator. For `LogAlarms`, it is
-    # the line of transformers that calls the callback.
+    # a line of transformers, which calls the callback.
     warnings.warn(f"step {alarm.step}: {alarm.name}: {alarm.text}", TrimtabWarning, stacklevel=5)
