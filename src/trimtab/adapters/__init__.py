@@ -1,20 +1,20 @@
-"""Objectives inside other trainers, and in their configuration.
+"""Trimtab's objectives and monitor inside other trainers, and objectives written as configuration of these trainers.
 
-One module for each trainer, which its users import: `trl`, `verl` (a plugin), `prime_rl`, `skyrl`, `nemo_rl`, `slime`
-(Miles too), `areal`, `openrlhf`, `tinker`. They share
+Users import the module of their trainer: `trl`, `verl` (a plugin), `prime_rl`, `skyrl`, `nemo_rl`, `slime` (also for
+Miles), `areal`, `openrlhf`, `tinker`. These modules share
 
-hooks           what each trainer's hook passes, which objectives it can carry, and which settings beside them
-micro_batch     the loss of a micro-batch, its metrics, and tokens that the sampler did not score
-recording       log-probs as JSON lines for `trimtab diagnose`, and for a `trimtab.Monitor`
-config_lines    an objective as configuration of each trainer: its own settings, or the lines of its adapter
+hooks           for each trainer: the fields that its loss hook passes, and the objectives and settings that it accepts
+micro_batch     the loss and the metrics of a micro-batch; tokens for which the sampler reported no log-prob
+recording       writes log-probs as JSON lines for `trimtab diagnose`, and shows them to a `trimtab.Monitor`
+config_lines    renders an objective as configuration: the trainer's own settings, or the lines of its adapter
 
 trl_async, trl_packed and trl_shared belong to `trl`; verl_driver, verl_loss and verl_records to `verl`.
 
 To add a trainer:
 
 1. a module that reads its batch into `PolicyLogps` and calls `micro_batch.evaluate`, with `dump` and `monitor`
-2. a row of `hooks.HOOKS`: the fields that it passes
-3. rows of loss_settings.csv: settings of its own loss that have no effect beside an objective
+2. a row of `hooks.HOOKS`: the fields that the trainer's hook passes
+3. rows of loss_settings.csv: settings of the trainer's own loss, which have no effect if an objective replaces it
 4. the lines that users write, in config_lines/adapter_lines.py
 5. a call in tests/support/adapter_calls.py, which several suites run, and a section of docs/reference-adapters.md
 """

@@ -1,7 +1,7 @@
-"""A Trimtab objective as the actor loss of AReaL, or a monitor beside its own. Checked against 1.0.4 (4aef98d8).
+"""A Trimtab objective as AReaL's actor loss, or a monitor beside AReaL's own loss. Checked against 1.0.4 (4aef98d8).
 
-AReaL has no registry of losses, and its trainer starts other processes. It names the class of its actor to them,
-so that a subclass in a module beside the training script brings the loss there:
+AReaL has no registry of losses, and it trains in other processes. It passes them the name of its actor class, so a
+subclass in a module beside the training script installs the loss there:
 
     from areal.engine import FSDPPPOActor
     from trimtab.adapters.areal import install
@@ -37,10 +37,9 @@ MODULE, FUNCTION = "areal.trainer.ppo.actor", "grpo_loss_fn"
 def install(objective: str | Objective | None = None, *, monitor: MonitorChoice = None, **keywords: Any) -> None:
     """Replaces AReaL's loss in this process, which must be one that trains.
 
-    Without an objective the loss is AReaL's own, bit for bit. monitor: True, or a folder for the files of each process:
-    the alarms of `trimtab.Monitor`.
-    Raises `TrimtabError` in the script that starts the training: unless AREAL_SPMD_MODE is set, AReaL trains in
-    processes that the script starts, and AReaL's own loss would train there.
+    Without an objective, the loss stays AReaL's own, bit for bit. monitor: True for the alarms of `trimtab.Monitor`, or
+    a folder into which each process also writes its files. Raises `TrimtabError` in the script that starts the
+    training: unless AREAL_SPMD_MODE is set, AReaL trains in other processes, which would keep AReaL's own loss.
     """
     module = peer_module("AReaL", MODULE)
     if not hasattr(module, FUNCTION):
@@ -50,7 +49,7 @@ def install(objective: str | Objective | None = None, *, monitor: MonitorChoice 
     else:
         loss = actor_loss(objective, monitor=monitor, **keywords)
     controls = peer_module("AReaL", "areal.utils.environ").is_single_controller()
-    # AReaL gives each process that trains its rank before it makes the engine there.
+    # AReaL sets the rank of each training process before it creates the engine there.
     if controls and "WORLD_SIZE" not in os.environ:
         raise TrimtabError(
             "this process only starts those that train, so that install has no effect here: call it in the "
@@ -60,7 +59,7 @@ def install(objective: str | Objective | None = None, *, monitor: MonitorChoice 
 
 
 def recorded_loss(own: Callable[..., Tensor], *, monitor: MonitorChoice = None) -> Callable[..., Tensor]:
-    """Returns AReaL's own `grpo_loss_fn`, which shows its log-probs to a monitor."""
+    """Returns AReaL's own `grpo_loss_fn`, wrapped so that a monitor sees its log-probs."""
 
     @functools.wraps(own)
     def loss(logprobs: Tensor, entropy: Tensor, input_data: Mapping[str, Any], *rest: Any, **options: Any) -> Tensor:
@@ -80,9 +79,9 @@ def actor_loss(
 ) -> Callable[..., Tensor]:
     """Returns a loss with the signature of AReaL's `grpo_loss_fn`.
 
-    AReaL weighs micro-batches by their tokens, so that the loss is a mean over the tokens of one. Raises `TrimtabError`
-    for settings that only AReaL's own loss reads (`eps_clip`, ...), and where AReaL does not pass what the objective
-    reads.
+    AReaL weights each micro-batch by its number of tokens, so the loss is the mean over the tokens of a micro-batch.
+    Raises `TrimtabError` for settings that only AReaL's own loss reads (`eps_clip`, ...), and if AReaL does not pass
+    what the objective reads.
     """
     built = build("areal", objective, keywords)
 
@@ -115,9 +114,10 @@ def actor_loss(
 
 
 def _read(reader: str, current: Tensor, data: Mapping[str, Any], version: int | None) -> tuple[PolicyLogps, Tensor]:
-    """Returns the log-probs and the advantages of a batch: a row for each sequence of a packed row.
+    """Returns the log-probs and the advantages of a batch; a packed row is split into one row per sequence.
 
-    reader: what reads the age of each token's policy, which is known where AReaL passes versions; empty for nothing.
+    reader: the objective or monitor that reads the age of each token's policy; empty if none does. Without versions
+    from AReaL, the age is None.
     """
     cumulative = data.get("cu_seqlens")
     borders = [len(current)] if cumulative is None else cumulative.diff().tolist()
@@ -127,7 +127,7 @@ def _read(reader: str, current: Tensor, data: Mapping[str, Any], version: int | 
 
     mask, age, versions = rows(data["loss_mask"]).bool(), None, data.get("versions")
     if reader and versions is not None and version is not None:
-        # AReaL moves log-probs and mask one position back, but not versions.
+        # AReaL shifts log-probs and mask one position to the left, but not versions.
         sampled = rows(versions.long().roll(-1, dims=-1))
         if bool((sampled[mask] < 0).any()):
             raise TrimtabError(f"trained tokens have no version: train without {reader}, which reads it")

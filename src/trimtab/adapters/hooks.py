@@ -1,11 +1,11 @@
-"""What the loss hook of each trainer passes on, which objectives it can carry, and what is set beside them.
+"""The loss hook of each trainer: the fields that it passes, the objectives that it can carry, and refused settings.
 
-Facts are those of docs/adapters.md, with the versions read and how each was checked. A hook that lacks something an
+docs/adapters.md has the same facts, with the versions read and how each was checked. A hook that lacks something an
 objective needs refuses it by name, with the reason: a correction that silently does nothing is worse than none.
 
-So it is with settings that only the policy loss of a trainer reads: each is taken over as a keyword of the objective
-where both mean the same, or refused with what replaces it (loss_settings.csv). Those of losses that no preset has, such
-as verl's `clip_cov`, are left alone: the trainer itself reads them only where that loss is chosen.
+The same holds for settings that only the trainer's own policy loss reads (loss_settings.csv). A setting becomes a
+keyword of the objective if both mean the same; otherwise it is refused, with what replaces it. Settings of losses that
+no preset has, such as verl's `clip_cov`, are ignored: the trainer reads them only if that loss is chosen.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OWN_RUN = {
     "seq-alp": "the noise in the model is that of Trimtab's trainer; without it this is seq-bypass: use that",
     "soup": "an older policy begins the responses in Trimtab's rollouts; without it this is token-bypass: use that",
 }
-"""Presets of which another trainer would get the loss only, with the reason."""
+"""Preset -> reason why only Trimtab's trainer can train it: another trainer would get nothing but the loss."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Hook:
 
     trainer: its name, as messages print it.
     passes: the fields of `PolicyLogps` that the trainer gives the hook, besides current, mask and turn.
-    whole_update: whether the hook sees all micro-batches of an update before the first loss, as mean weights, kept
-        denominators and second moments need.
-    aggregations: the kinds that the trainer's own denominators allow; empty for any.
+    whole_update: whether the hook sees all micro-batches of an update before it computes the first loss, which mean
+        weights, denominators "kept" and second moments require.
+    aggregations: the kinds of aggregation that the trainer's own denominators allow; empty for any.
     terms: whether the loss may hold terms without an advantage (KL, entropy).
-    remedies: field -> what makes the trainer pass it.
+    remedies: field of `PolicyLogps` -> setting that makes the trainer pass it.
     """
 
     trainer: str
@@ -82,7 +82,7 @@ class Hook:
         return None
 
     def absent(self, reader: str, policy: str) -> TrimtabError:
-        """Returns the error where `reader` reads a policy that the trainer can pass, and does not with these settings.
+        """Returns the error for a policy that `reader` reads and that the trainer does not pass with these settings.
 
         policy: a field of `PolicyLogps` with a row in `remedies`.
         """
@@ -151,9 +151,9 @@ def hook(trainer: str) -> Hook:
 
 
 def build(trainer: str, objective: str | Objective | None, keywords: Mapping[str, Any]) -> Objective:
-    """Returns a preset with some keywords changed, or the given objective, after the check of the trainer's hook.
+    """Returns the preset of a name, with some keywords changed, or the given objective.
 
-    Raises `TrimtabError` without an objective: the loss of a run is never chosen here.
+    Raises `TrimtabError` if the trainer's hook refuses it, and without an objective: no loss is chosen by default.
     """
     one = hook(trainer)
     if objective is None:
@@ -170,7 +170,7 @@ def build(trainer: str, objective: str | Objective | None, keywords: Mapping[str
 
 
 def peer_module(trainer: str, name: str) -> Any:
-    """Returns a module of a trainer. Raises `TrimtabError` where the trainer is not installed, or lacks the module."""
+    """Returns a module of a trainer. Raises `TrimtabError` if the trainer is not installed, or lacks the module."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -181,28 +181,24 @@ def peer_module(trainer: str, name: str) -> Any:
 
 
 def refuse_standard_deviation(objective: Objective, divides: object, remedy: str) -> None:
-    """Raises `TrimtabError` where the trainer divides advantages that the objective only centers."""
+    """Raises `TrimtabError` if the trainer divides advantages by a standard deviation and the objective does not."""
     if objective.advantage == "dr-grpo" and divides:
         raise TrimtabError(f"{objective.name} has advantages without the standard deviation: {remedy}")
 
 
 class LossSetting(NamedTuple):
-    """A setting that is refused, or taken over, where its value is not the trainer's default.
+    """A setting of a trainer's own loss; a value other than the default is refused, or passed to the objective."""
 
-    default: that of the trainer, which a user who sets nothing has. instead: what replaces it in the objective; empty
-    where nothing does. keyword: the keyword of an objective as which it is taken over; empty where it is refused.
-    """
-
-    default: Any
-    instead: str = ""
-    keyword: str = ""
+    default: Any  # the trainer's default
+    instead: str = ""  # what replaces the setting in the objective; empty if nothing does
+    keyword: str = ""  # the keyword of the objective that gets the value; empty if the setting is refused
 
 
 LossSettings = Mapping[str, LossSetting]
 
 
 def _tables() -> dict[str, dict[str, LossSetting]]:
-    """Returns the settings by their table in loss_settings.csv, where a default is a word or a value of JSON."""
+    """Returns table -> setting -> `LossSetting`, from loss_settings.csv, where a default is JSON or a plain word."""
     text = (importlib.resources.files("trimtab.adapters") / "loss_settings.csv").read_text(encoding="utf-8")
     found: dict[str, dict[str, LossSetting]] = {}
     for row in csv.DictReader(text.splitlines()):
@@ -215,10 +211,10 @@ def _tables() -> dict[str, dict[str, LossSetting]]:
 
 
 SETTINGS: Mapping[str, LossSettings] = _tables()
-"""By the name of the table. TRL: `GRPOConfig` and `AsyncGRPOConfig`. VERL_ACTOR: `actor_rollout_ref.actor`, and
-VERL_CORRECTION `algorithm.rollout_correction`, where `rollout_is` names Trimtab. SKYRL: `trainer.algorithm`. NEMO_RL:
-keys of `loss_fn`, as attributes of `ClippedPGLossFn`. MILES: flags of Miles and slime that `policy_loss` reads, and
-MILES_TIS those that their own weights read. AREAL: keys of `actor`. OPENRLHF: arguments of `PolicyLoss`."""
+"""Settings by table. TRL: fields of `GRPOConfig` and `AsyncGRPOConfig`. VERL_ACTOR: `actor_rollout_ref.actor`.
+VERL_CORRECTION: `algorithm.rollout_correction` if its `rollout_is` is Trimtab's. SKYRL: `trainer.algorithm`. NEMO_RL:
+keys of `loss_fn`, as attributes of `ClippedPGLossFn`. MILES: flags of Miles and slime that `policy_loss` reads.
+MILES_TIS: flags that their own weights read. AREAL: keys of `actor`. OPENRLHF: arguments of `PolicyLoss`."""
 
 _ABSENT = object()
 
@@ -226,8 +222,8 @@ _ABSENT = object()
 def chosen(settings: LossSettings, configuration: Any) -> dict[str, Any]:
     """Returns the settings of a configuration that are not at the trainer's default, with their values.
 
-    configuration: an object with attributes or a mapping; `a.b` is the field b of its field a. What it does not have is
-    at its default.
+    configuration: an object with attributes or a mapping; `a.b` is the field b of its field a. A setting that it lacks
+    counts as default.
     """
     found = {name: _value(configuration, name) for name in settings}
     return {name: value for name, value in found.items() if value not in (_ABSENT, settings[name].default)}
@@ -241,9 +237,9 @@ def _value(configuration: Any, name: str) -> Any:
 
 
 def refuse(trainer: str, settings: LossSettings, names: Iterable[str], where: str = "In the objective") -> None:
-    """Raises `TrimtabError` if there are names: settings that only the trainer's own loss would read.
+    """Raises `TrimtabError` if `names` is not empty: only the trainer's own loss would read these settings.
 
-    where: begins what replaces them.
+    where: the first words of the sentence that says what replaces them.
     """
     if names := list(names):
         replaced = ((name, settings[name].instead) for name in names)

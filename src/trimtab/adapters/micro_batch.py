@@ -1,6 +1,6 @@
-"""What the hooks do with a micro-batch: its loss, its metrics for the trainer's log, and its log-probs for a dump.
+"""What every hook does with a micro-batch: computes its loss and its metrics, and records its log-probs.
 
-Tokens whose log-prob the sampler did not report are found and left out here, and counted.
+Trained tokens for which the sampler reported no log-prob are left out of the loss here, and counted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ METRICS = (
 """Shares and means that keep their meaning when a trainer averages them over micro-batches."""
 
 CERTAIN = math.log(0.99)
-"""Log-prob of the trainer from which a token that the sampler did not score is left out without its response."""
+"""A token without a sampler log-prob is left out without its response if the trainer's log-prob is at least this."""
 
 
 def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:
-    """Returns the advantages as the objective reads them: (batch, 1) where it judges whole responses.
+    """Returns the advantages as the objective reads them: (batch, 1) if it needs one per response, else unchanged.
 
-    advantage: (batch, time). Raises `TrimtabError` where those of a response differ and the objective needs one.
+    advantage: (batch, time). Raises `TrimtabError` if it needs one per response and those of trained tokens differ.
     """
     if not objective.one_advantage_per_response:
         return advantage
@@ -52,19 +52,19 @@ def prefixed_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def averaged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics of a micro-batch for a trainer that averages them: those of `METRICS`, named `trimtab/...`.
+    """Returns the metrics that `METRICS` lists, as `trimtab/KEY`, for a trainer that averages over micro-batches.
 
-    A mean over nothing is 0, as in the trainers' own metrics: they reduce key by key over processes, and wait for ever
-    where one of them has a key less.
+    A mean over nothing is 0 and not left out: trainers reduce key by key over processes, and would hang if one process
+    lacked a key.
     """
     kept = {key: metrics[key] for key in METRICS if key in metrics}
     return {f"trimtab/{key}": 0.0 if math.isnan(value) else value for key, value in kept.items()}
 
 
 def turns_of(mask: Tensor) -> Tensor:
-    """Returns (batch, time) the number of the run of trained tokens that each position is in or after, from 0.
+    """Returns (batch, time) the index, from 0, of the latest turn at each position; 0 also before the first turn.
 
-    What lies between the turns of a model (observations, template) is untrained, so that runs of the mask are turns.
+    Tokens between the turns of a model (observations, template) are not trained, so each run of True is a turn.
     """
     before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return ((mask & ~before).cumsum(1) - 1).clamp(min=0)
@@ -78,9 +78,9 @@ def missing_logps(mask: Tensor, behavior: Tensor) -> Tensor:
 def usable_tokens(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
     """Returns (batch, time) bool: the trained tokens whose log-prob the sampler reported, in responses that are usable.
 
-    Some engines report none for a token of which they were certain. Where the trainer is too, only the token is left
-    out: its ratio is close to 1, and its gradient close to 0. Any other token without a log-prob is an error of unknown
-    size (an overflow, a token outside top-p): its response is left out whole.
+    Some engines report no log-prob for a token they were certain of. If the trainer is certain too (`CERTAIN`), only
+    the token is left out: its ratio is close to 1, and its gradient close to 0. Any other missing log-prob is an error
+    of unknown size (an overflow, a token outside top-p), and the whole response is left out.
     """
     missing = missing_logps(mask, behavior)
     unusable = missing & ~(trainer.detach() >= CERTAIN)
@@ -88,7 +88,7 @@ def usable_tokens(mask: Tensor, behavior: Tensor, trainer: Tensor) -> Tensor:
 
 
 def dropped_shares(mask: Tensor, kept: Tensor) -> Metrics:
-    """Returns the shares of trained tokens that `usable_tokens` left out, and of responses without any other token."""
+    """Returns the shares of trained tokens, and of whole responses, that `usable_tokens` left out."""
     responses = mask.any(1)
     return Metrics(
         {"unscored": Mean.of(responses & ~kept.any(1), responses), "unscored_tokens": Mean.of(mask & ~kept, mask)}
@@ -107,10 +107,10 @@ def evaluate(
 ) -> tuple[Tensor, dict[str, float], PolicyLogps]:
     """Returns the loss of a micro-batch, its metrics, and the log-probs as the objective read them.
 
-    advantage: (batch, time). counts: the trainer's own, of tokens and sequences (`counted_state`); None where the batch
-    is a whole update. Tokens whose log-prob the sampler did not report are left out and counted where the objective
-    reads it; denominators stay. `dump` and `monitor` receive all tokens. step: the number of the update for `monitor`,
-    where the trainer passes it. Turns are those of `turns_of`.
+    advantage: (batch, time). counts: the trainer's numbers of tokens and sequences (`counted_state`); None if the batch
+    is a whole update. step: number of the update for `monitor`, if the trainer passes it. If the objective reads the
+    sampler's log-probs, tokens without one are left out and counted; denominators do not change. `dump` and `monitor`
+    receive all tokens. Turns are those of `turns_of`.
     """
     observed = record(logps, advantage, dump=dump, monitor=monitor, step=step)
     mask = kept = logps.mask
@@ -149,11 +149,11 @@ def record(
 
 
 def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tensor) -> State:
-    """Returns the state of an update of which only the trainer's own counts are known.
+    """Returns the state of an update from the trainer's own counts, if nothing else is known of the update.
 
-    tokens, sequences: trained tokens and sequences of the whole update, the denominators of the aggregation. With 1
-    the loss is a sum over tokens, or over sequences of their means, to be divided by the trainer. like: a tensor on the
-    device of the batch.
+    tokens, sequences: numbers of trained tokens and of sequences in the whole update, the denominators of the
+    aggregation. If they are 1, the trainer has to divide: the loss is a sum over tokens, or over sequences of their
+    means. like: a tensor on the device of the batch.
     """
     tokens, sequences = (
         torch.as_tensor(value, dtype=torch.float64, device=like.device) for value in (tokens, sequences)

@@ -1,4 +1,4 @@
-"""A Trimtab objective as a loss function of NeMo-RL, or a monitor beside its own. Checked against NeMo-RL 7ea279ab.
+"""A Trimtab objective as NeMo-RL's loss function, or a monitor beside NeMo-RL's own. Checked against 7ea279ab.
 
 In a copy of examples/run_grpo.py, after `setup(...)`:
 
@@ -27,10 +27,10 @@ ERROR = "token_mult_prob_error"
 
 
 class RecordedLoss:
-    """NeMo-RL's own loss, bit for bit, whose log-probs are shown to a monitor.
+    """NeMo-RL's own loss, bit for bit; a monitor also sees its log-probs.
 
-    own: the loss that `setup` returns. monitor: True, or a folder for the files of each process: scalars and alarms of
-    `trimtab.Monitor`.
+    own: the loss that `setup` returns. monitor: True for the scalars and alarms of `trimtab.Monitor`, or a folder into
+    which each process also writes its files.
     """
 
     def __init__(self, own: Any, *, monitor: MonitorChoice) -> None:
@@ -41,7 +41,7 @@ class RecordedLoss:
         self.metric_normalizations = {**getattr(own, "metric_normalizations", {}), **added}
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self).get("_own")  # Not there yet where a copy is made.
+        own = vars(self).get("_own")  # Not set yet while a copy is made.
         if own is None:
             raise AttributeError(name)
         return getattr(own, name)
@@ -54,7 +54,7 @@ class RecordedLoss:
         global_valid_toks: Tensor,
         **inputs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns what NeMo-RL's loss returns, with the shares of the micro-batch in the figures of the monitor."""
+        """Returns what NeMo-RL's loss returns, and this micro-batch's share of each scalar of the monitor."""
         logps, advantage = _read(next_token_logprobs.detach(), data)
         observed = averaged(record(logps, advantage, monitor=self._monitor))
         loss, metrics = self._own(
@@ -69,12 +69,12 @@ class RecordedLoss:
 
 
 class ObjectiveLoss:
-    """A loss function of NeMo-RL; its configuration has no name for one, so pass it to `grpo_train`.
+    """A Trimtab objective as loss function of NeMo-RL. Pass it to `grpo_train`: NeMo-RL's configuration cannot name it.
 
-    replaces: the loss that `setup` returns, which says whether the model returns log-probs in place of logits. NeMo-RL
-    divides by its own global counts, so that the aggregation must be token-mean or a mean over sequences. Samples that
-    NeMo-RL masks (`sample_mask`) are not trained. monitor: True, or a folder for the files of each process: scalars and
-    alarms of `trimtab.Monitor`. Raises `TrimtabError` for keys of `loss_fn` that only the replaced loss reads.
+    replaces: the loss that `setup` returns; it says whether the model returns log-probs instead of logits. monitor: as
+    for `RecordedLoss`, or None. NeMo-RL divides by its own global counts, so the aggregation must be token-mean or a
+    mean over sequences. Samples that NeMo-RL masks (`sample_mask`) are not trained. Raises `TrimtabError` for keys of
+    `loss_fn` that only the replaced loss reads.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class ObjectiveLoss:
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGPROB
         self.use_fused_linear_logprobs = replaces.use_fused_linear_logprobs
-        # Where it is not 0, NeMo-RL passes the log-probs without top-k and top-p too.
+        # If it is not 0, NeMo-RL also passes log-probs without top-k and top-p.
         self.reference_policy_kl_penalty = self.objective.kl.coef
-        # What each metric is divided by, for the trainer that calls losses with counts of 1 and divides afterwards.
+        # The divisor of each metric, for NeMo-RL's trainer that calls losses with counts of 1 and divides afterwards.
         self.metric_normalizations = {
             **dict.fromkeys((*(f"trimtab/{name}" for name in METRICS), ERROR), normalizer.TOKENS),
             "loss": normalizer.TOKENS if tokens else normalizer.SEQUENCES,
@@ -110,11 +110,11 @@ class ObjectiveLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Returns the shares of a micro-batch in the loss and the metrics of the update, which NeMo-RL adds up.
+        """Returns this micro-batch's share of the loss and of each metric of the update; NeMo-RL adds the shares up.
 
-        next_token_logprobs: (batch, time - 1). The tensors of `data` are (batch, time), `sample_mask` (batch,). With
-        `force_on_policy_ratio`, which fills `prev_logprobs` with zeros and allows one update a generation, the policy
-        at the start of the update is the current one.
+        next_token_logprobs: (batch, time - 1). The tensors of `data` are (batch, time), `sample_mask` (batch,). If
+        `force_on_policy_ratio` is set, `prev_logprobs` is all zeros and each generation serves one update: the policy
+        at the start of the update is then the current one.
         """
         given, advantage = _read(next_token_logprobs, data)
         mask = given.mask
@@ -131,21 +131,21 @@ class ObjectiveLoss:
         return loss, metrics | {ERROR: _mismatch(logps, global_valid_toks)}
 
     def _unfiltered_kl(self, logps: PolicyLogps, counts: tuple[Tensor, Tensor], current: Tensor) -> Output:
-        """Returns the KL term of the policy without top-k and top-p, as the reference is scored.
+        """Returns the KL term from log-probs without top-k and top-p, because the reference is scored without them.
 
-        current: (batch, time - 1) its log-probs; the policy term keeps those with them, as the sampler's are.
+        current: (batch, time - 1) such log-probs. The policy term keeps those with top-k and top-p, like the sampler's.
         """
-        # Without advantages, the KL term is all of the loss.
+        # With advantages of 0, the loss is the KL term alone.
         kl = replace(preset("reinforce"), kl=self.objective.kl, aggregation=self.objective.aggregation)
         alone = replace(logps, current=current, proximal=current.detach())
         return kl(alone, torch.zeros_like(current[:, :1]), state=counted_state(*counts, like=current))
 
     def _check_reference(self, mask: Tensor, reference: Tensor | None) -> None:
-        """Raises `TrimtabError` where the KL term would not read a reference."""
+        """Raises `TrimtabError` if the objective has a KL term and NeMo-RL computed no reference log-probs."""
         name = self.objective.name
         if self.objective.kl.coef == 0:
             return
-        # It fills the column with zeros where it computes none.
+        # NeMo-RL fills the column with zeros if it computes none.
         if reference is None or (bool(mask.any()) and not bool(reference[mask].any())):
             raise TrimtabError(
                 f"{name} has kl_coef = {self.objective.kl.coef:g}, and NeMo-RL computes no reference log-probs: set "
@@ -155,7 +155,7 @@ class ObjectiveLoss:
 
 def _read(current: Tensor, data: Mapping[str, Tensor]) -> tuple[PolicyLogps, Tensor]:
     """Returns the log-probs and the advantages, (batch, time - 1) each."""
-    # Position t of the log-probs is token t + 1; data has a position more at the front.
+    # Position t of the log-probs is token t + 1; `data` has one more position, at the front.
     behind = {name: value[:, 1:] for name, value in data.items() if isinstance(value, Tensor) and value.ndim == 2}
     mask = (behind["token_mask"] * data["sample_mask"][:, None]).bool()
     proximal = behind.get("prev_logprobs")

@@ -1,8 +1,8 @@
-"""A Trimtab objective in place of OpenRLHF's policy loss, or a record of its own. Checked against 0.11.2 (3c3be623).
+"""A Trimtab objective as OpenRLHF's policy loss, or a record of OpenRLHF's own. Checked against 0.11.2 (3c3be623).
 
 import trimtab.adapters.openrlhf
 trimtab.adapters.openrlhf.install("icepop")     # in the process of the policy actor, before it is built
-trimtab.adapters.openrlhf.install(dump="logps")     # OpenRLHF's own loss, whose log-probs are written
+trimtab.adapters.openrlhf.install(dump="logps")     # OpenRLHF's own loss; its log-probs are written
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def install(
 ) -> None:
     """Replaces `PolicyLoss` in the modules that use it. OpenRLHF has no hook; call it in each process of an actor.
 
-    Without an objective the loss is OpenRLHF's own, bit for bit. With one, the actor's constructor raises
+    Without an objective, the loss stays OpenRLHF's own, bit for bit. With an objective, the actor's constructor raises
     `TrimtabError` for settings that only OpenRLHF's own loss reads (`eps_clip`, ...). dump: a folder for the log-probs
-    of every call, which `trimtab diagnose` reads. monitor: True, or a folder for the files of each process: the alarms
-    of `trimtab.Monitor`.
+    of every call, which `trimtab diagnose` reads. monitor: True for the alarms of `trimtab.Monitor`, or a folder into
+    which each process also writes its files.
     """
     built = None if objective is None and not keywords else build("openrlhf", objective, keywords)
     modules = [peer_module("OpenRLHF", name) for name in MODULES]
@@ -55,7 +55,7 @@ def install(
 
 
 def _recorded(loss: nn.Module, dump: Dump | None, monitor: MonitorChoice) -> nn.Module:
-    """Makes OpenRLHF's own loss write its log-probs and show them to a monitor, and returns it."""
+    """Returns OpenRLHF's own loss, changed so that it writes its log-probs and shows them to a monitor."""
     own = loss.forward
 
     @functools.wraps(own)
@@ -97,7 +97,7 @@ class ObjectivePolicyLoss(nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Returns the loss, the share of clipped tokens, the KL of the update, and that of sampler and trainer."""
+        """Returns the loss, the share of clipped tokens, the KL of the update, and the KL of sampler and trainer."""
         given = _read(log_probs, old_log_probs, action_mask, rollout_log_probs)
         mask = given.mask
         if "behavior" in self.objective.needs and rollout_log_probs is None:

@@ -8,7 +8,7 @@ import_path = "trimtab.adapters.prime_rl.loss"
 objective = "icepop"
 aggregation = "token-mean"
 
-Without `objective`, the loss is prime-rl's own, of the type and with the keywords of its configuration:
+Without `objective`, the loss is prime-rl's own. `type` and other keywords are those of prime-rl's configuration:
 
 [trainer.loss.kwargs]
 monitor = "out/monitor"
@@ -43,11 +43,11 @@ class LossOutputs(NamedTuple):
 def loss(inputs: Any, *, objective: str | None = None, monitor: MonitorChoice = None, **keywords: Any) -> LossOutputs:
     """Returns the sum of the loss over one sequence, which prime-rl divides by the number of trained tokens.
 
-    inputs: prime-rl's `LossInputs` of a sequence, tensors of (time,). monitor: true, or a folder for the files of each
-    process: scalars and alarms of `trimtab.Monitor`. objective, keywords: as for `trimtab.objective`; the aggregation
-    must be token-mean. Without an objective, prime-rl's own loss is returned as it is, and the keywords are those of
-    `trainer.loss`. A batch of prime-rl is one update, so that the policy at its start is the current one. Raises
-    `TrimtabError` for an objective that needs the whole update, and for token weights other than 1.
+    inputs: prime-rl's `LossInputs` of a sequence, tensors of (time,). monitor: true for the scalars and alarms of
+    `trimtab.Monitor`, or a folder into which each process also writes its files. objective, keywords: as for
+    `trimtab.objective`; the aggregation must be token-mean. Without an objective, the result is prime-rl's own loss,
+    and the keywords are those of `trainer.loss`. A batch of prime-rl is one update, so the policy at its start is the
+    current one. Raises `TrimtabError` for an objective that needs the whole update, and for token weights other than 1.
     """
     if objective is None:
         return _own_loss(inputs, monitor, keywords)
@@ -95,5 +95,5 @@ def _own(keywords: str) -> Callable[[Any], Any]:
 
 @cache
 def _built(objective: str, keywords: str) -> Objective:
-    """Returns the objective of JSON keywords: TOML has lists and tables, which cannot be keys of a cache."""
+    """Returns the objective. keywords: as JSON, because lists and tables of TOML cannot be keys of a cache."""
     return build("prime-rl", objective, json.loads(keywords))

@@ -1,8 +1,8 @@
-"""What the losses of other trainers are given: written for `trimtab diagnose`, and shown to a `trimtab.Monitor`.
+"""Records what the losses of other trainers receive: a `Dump` for `trimtab diagnose`, and a `trimtab.Monitor`.
 
-`Dump` needs no library. It writes one file an update, in the column names of Trimtab's own trajectory files; a file
-appears whole or not at all. A monitor is given, or made at the first batch of a process that asks for one. One that is
-made stops the training at what the environment variable TRIMTAB_STOP_ON names, such as `ess,mismatch` (`stop_on` of
+`Dump` needs no library. It writes one file per update, atomically, with the column names of Trimtab's own trajectory
+files. A monitor is passed in by the user, or created at the first batch of a process. A created monitor stops the
+training at the signs that the environment variable TRIMTAB_STOP_ON names, such as `ess,mismatch` (`stop_on` of
 `trimtab.Monitor`).
 """
 
@@ -40,7 +40,7 @@ MonitorChoice = str | Path | bool | None
 """True, a folder for the files of each process that trains, or no monitor."""
 
 Columns = Mapping[str, Tensor | Sequence[Any] | None]
-"""Values by name of the column; None is left out."""
+"""Column name -> values; a column that is None is left out."""
 
 
 def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
@@ -60,16 +60,16 @@ def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterat
 
 _FILE = re.compile(r"(?:step|call)_(\d+)_rank_(\d+)\.jsonl")
 _STARTED = time.time()
-"""Files of other ranks that are older than this process are of earlier runs; newer ones may be of this run."""
+"""Files of other ranks older than this process belong to earlier runs; newer files may belong to this run."""
 
 
 class Dump:
-    """Writes the rows of each update, or of each call of a loss, into a file of a folder. Created on first use.
+    """Writes one file per update, or per call of a loss, into a folder, which is created on first use.
 
-    Where a run has written before, a new one goes into a folder beside it (`logps_2`), with a warning: `trimtab
-    diagnose` reads all that is in a folder. A run whose steps go on above the last one written is resumed, in the same
-    folder; a loss that knows no step begins a new run. Ranks choose alike, without a collective. Raises `TrimtabError`
-    for what is not a path.
+    If the folder holds files of an earlier run, a new run writes into a folder beside it (`logps_2`), with a warning,
+    because `trimtab diagnose` reads every file of a folder. A run whose first step is above the last one written counts
+    as resumed, and keeps the folder; a loss that knows no step always begins a new run. All ranks choose the same
+    folder, without a collective. Raises `TrimtabError` if `folder` is not a path.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -79,7 +79,7 @@ class Dump:
         self._last: int | None = None  # number of the last step or call
 
     def write(self, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
-        """Writes `step_STEP_rank_RANK.jsonl` and returns its path. Raises `TrimtabError` where that fails."""
+        """Writes `step_STEP_rank_RANK.jsonl` and returns its path. Raises `TrimtabError` if that fails."""
         if self._last is None or step <= self._last:
             self._begin(step, rank)
         self._last = step
@@ -88,8 +88,8 @@ class Dump:
     def write_call(self, logps: PolicyLogps, advantage: Tensor) -> Path:
         """Writes the log-probs of one call of a loss that knows no step, as `call_NUMBER_rank_RANK.jsonl`.
 
-        Each response ends with its last trained token. advantage: (batch, time). The trainer's view is `proximal` where
-        it is another policy than the current one.
+        Each response ends with its last trained token. advantage: (batch, time). Of the trainer's log-probs, only those
+        at the start of the update (`logps.proximal`) are written.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if self._last is None:
@@ -104,7 +104,7 @@ class Dump:
         return self._write(f"call_{self._last:06d}_rank_{rank}.jsonl", list(batch))
 
     def _begin(self, step: int, rank: int) -> None:
-        """Chooses the folder of a run that begins, or goes on, at a step: the first without that step or later ones."""
+        """Chooses the folder of a run that begins or resumes at `step`: the first without files from that step on."""
         later = (self._first.with_name(f"{self._first.name}_{number}") for number in count(2))
         self.folder = next(folder for folder in chain([self._first], later) if not _holds(folder, step, rank))
         resumed = any(self.folder.glob("*_rank_0.jsonl"))
@@ -121,24 +121,25 @@ class Dump:
 
 
 def _holds(folder: Path, step: int, rank: int) -> bool:
-    """Returns whether an earlier run wrote a step, or a later one, into a folder.
+    """Returns whether an earlier run wrote files of `step`, or of a later step, into a folder.
 
-    The files of another rank may be of this run, whose ranks would not agree if one counted them.
+    Files of other ranks count only if they are older than this process: newer ones may be of this run, and if they
+    counted, its ranks would choose different folders.
     """
     names = ((path, _FILE.fullmatch(path.name)) for path in folder.glob("*_rank_*.jsonl"))
     later = [(path, int(name[2])) for path, name in names if name and int(name[1]) >= step]
     if not later or any(other == rank for _, other in later):
         return bool(later)
     with readable_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
-        ahead = os.fstat(file.fileno()).st_mtime - time.time()  # of the clock that dates files, which may be a server's
+        ahead = os.fstat(file.fileno()).st_mtime - time.time()  # offset of the file system's clock (a server's?)
     return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)
 
 
 def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monitor:
-    """Returns the given monitor, one without files for True, or one that writes into a folder.
+    """Returns the given monitor, a new one without files for True, or a new one that writes into the given folder.
 
-    A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`. Without it, each rank of
-    `torch.distributed` has the folder `rank_RANK`. Raises `TrimtabError` for what is none of these.
+    A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`; if False, each rank of
+    `torch.distributed` writes into a subfolder `rank_RANK`. Raises `TrimtabError` for another value of `monitor`.
     """
     if not isinstance(monitor, bool | str | Path):
         if not hasattr(monitor, "observe"):
@@ -152,14 +153,15 @@ def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monito
 
 
 def stop_on() -> list[str]:
-    """Returns what TRIMTAB_STOP_ON names."""
+    """Returns the signs that the environment variable TRIMTAB_STOP_ON names."""
     return [name for part in os.environ.get(STOP_ON, "").split(",") if (name := part.strip())]
 
 
 class Observations:
-    """What a loss is given in one process. An update ends when an optimizer of `torch.optim` steps in it.
+    """Shows a monitor what a loss receives in one process. An update ends when an optimizer of `torch.optim` steps.
 
-    Ranks are not merged: they do not call a loss alike (pipelines, single sequences); a collective would wait for ever.
+    Ranks are not merged: they may call a loss a different number of times (pipelines, single sequences), and a
+    collective would hang.
     """
 
     def __init__(self, monitor: Monitor | str | Path | bool) -> None:
@@ -168,10 +170,7 @@ class Observations:
         self._follows_optimizer = False
 
     def show(self, logps: PolicyLogps, step: int | None = None) -> dict[str, float]:
-        """Adds a micro-batch, and returns the scalars of its update so far.
-
-        step: of the update, where the trainer passes it.
-        """
+        """Adds a micro-batch, returns the scalars of its update so far. step: the update, if the trainer passes it."""
         train = logps.current if logps.proximal is None else logps.proximal
         assert train is not None
         assert logps.behavior is not None
@@ -191,12 +190,12 @@ class Observations:
 
 
 def observations(monitor: MonitorChoice | Observations) -> Observations | None:
-    """Returns the observations of this process: the same object for each call with one setting.
+    """Returns the `Observations` of this process: the same object for every call with the same setting.
 
-    A trainer may copy or pickle a loss, so a loss keeps the setting and looks the object up.
+    A loss stores the setting and calls this function, because a trainer may copy or pickle the loss.
 
-    monitor: True, or a folder; None and False are none; observations are returned as they are. Raises `TrimtabError`
-    for other values.
+    monitor: True or a folder; None and False mean no monitor; `Observations` are returned unchanged. Raises
+    `TrimtabError` for other values.
     """
     if monitor is None or monitor is False or isinstance(monitor, Observations):
         return monitor or None

@@ -19,7 +19,7 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps
 
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "constant": "seq_mean_token_sum_norm"}
-"""`trainer.algorithm.loss_reduction` by the aggregation of the objective."""
+"""Aggregation of the objective -> SkyRL's `trainer.algorithm.loss_reduction`."""
 
 
 def register(
@@ -30,13 +30,13 @@ def register(
     monitor: MonitorChoice = None,
     **keywords: Any,
 ) -> str:
-    """Registers an objective with SkyRL and returns its name, `trimtab-NAME` unless given.
+    """Registers an objective with SkyRL and returns its name there, by default `trimtab-NAME`.
 
     Call it before `ray.init`, in the script that starts the training; then set
     `trainer.algorithm.policy_loss_type` to the name. dump: a folder for the log-probs of every call, which `trimtab
-    diagnose` reads. monitor: True, or a folder for the files of each process: scalars and alarms of `trimtab.Monitor`.
-    Raises `TrimtabError` without an objective: each worker of SkyRL finds SkyRL's own losses by their names, so that
-    none can be wrapped.
+    diagnose` reads. monitor: True for the scalars and alarms of `trimtab.Monitor`, or a folder into which each process
+    also writes its files. Raises `TrimtabError` without an objective: SkyRL's workers look its own losses up by name,
+    so those cannot be wrapped.
     """
     built = build("skyrl", objective, keywords)
     registered = name or f"trimtab-{built.name}"
@@ -50,9 +50,9 @@ def policy_loss(
 ) -> Callable[..., tuple[Tensor, dict[str, float]]]:
     """Returns a policy loss with SkyRL's signature.
 
-    SkyRL divides the advantages by the denominators of `loss_reduction` beforehand, so that the loss is a sum over
-    tokens; the reduction must be the one of the objective. Raises `TrimtabError` where it is not, and for settings that
-    only SkyRL's own losses read (`eps_clip_low`, `off_policy_correction`, ...).
+    SkyRL divides the advantages by the denominators of `loss_reduction` before it calls the loss, so the loss is a sum
+    over tokens. Raises `TrimtabError` if `loss_reduction` is not the aggregation of the objective, and for settings
+    that only SkyRL's own losses read (`eps_clip_low`, `off_policy_correction`, ...).
     """
     built = build("skyrl", objective, keywords)
     written = None if dump is None else Dump(dump)

@@ -3,12 +3,12 @@
     --use-tis --custom-tis-function-path trimtab.adapters.slime.tis --custom-config-path trimtab.yaml
     --loss-type custom_loss --custom-loss-function-path trimtab.adapters.slime.loss --custom-config-path trimtab.yaml
 
-with in trimtab.yaml the name of an objective, or a table of its keywords:
+`tis` corrects the trainer's own loss, `loss` replaces it. trimtab.yaml names an objective, or its name and keywords:
 
     trimtab_objective: {name: icepop, weight_min: 0.5}
-    trimtab_monitor: true  # optional, or a folder for the files of each process: `trimtab.Monitor`
+    trimtab_monitor: true  # optional: `trimtab.Monitor`; or a folder into which each process also writes its files
 
-`trimtab_monitor` alone records beside the trainer's own loss:
+With `trimtab_monitor` alone, a monitor watches the trainer's own loss:
 
     --get-mismatch-metrics --custom-tis-function-path trimtab.adapters.slime.tis --custom-config-path trimtab.yaml
 """
@@ -36,7 +36,7 @@ SCORING = {
     "miles": "miles.backends.training_utils.loss_hub.logit_processors",
     "slime": "slime.backends.megatron_utils.loss",
 }
-"""Where `get_log_probs_and_entropy` is, in Miles and in slime."""
+"""The module of `get_log_probs_and_entropy` in Miles and in slime."""
 
 
 def tis(
@@ -49,13 +49,13 @@ def tis(
     response_lengths: Sequence[int],
     **_: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Multiplies the trainer's own loss by the weight and the masks of an objective.
+    """Returns the trainer's own loss times the weight and the masks of an objective, then the loss masks, and metrics.
 
-    pg_loss is flat over all responses, the others are lists of (time,). Rejected tokens, and those that
-    `usable_tokens` leaves out, get the weight 0; the masks are returned unchanged, so that denominators stay. Without
-    `--use-tis`, which leaves `--get-mismatch-metrics`, the loss is returned as it is, with the metrics; so it is with
-    `trimtab_monitor` and no objective. Raises `TrimtabError` for an objective without a correction, or with a part that
-    reads the current policy or advantages, which this hook does not pass, and for `--use-tis` without an objective.
+    pg_loss: flat over all responses; the other inputs are lists with one (time,) tensor per response. Rejected tokens,
+    and tokens that `usable_tokens` leaves out, get the weight 0. The loss masks, and so the denominators, do not
+    change. The loss does not change either with `--get-mismatch-metrics` in place of `--use-tis`, or with
+    `trimtab_monitor` and no objective. Raises `TrimtabError` for an objective without weight and masks, or with a part
+    that reads the current policy or advantages, which this hook does not pass, and for `--use-tis` without objective.
     """
     monitor = observations(getattr(args, "trimtab_monitor", None))
     records = monitor is not None and getattr(args, "trimtab_objective", None) is None
@@ -95,12 +95,12 @@ def tis(
 def loss(
     args: Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes a whole objective in place of the trainer's policy loss; Miles and slime divide it by their counts.
+    """Returns the loss of an objective, before Miles or slime divides it by its counts, and metrics.
 
     The aggregation must be token-mean with `--calculate-per-token-loss`, otherwise seq-mean-token-mean. Without
-    `log_probs` in the batch, the policy at the start of the update is the current one. Raises `TrimtabError` where the
-    trainer's settings leave a policy out that the objective reads, and for rollouts of several samples, whose means
-    the trainer takes over all of them.
+    `log_probs` in the batch, the policy at the start of the update is the current one. Raises `TrimtabError` if the
+    trainer's settings leave out a policy that the objective reads, and for rollouts of several samples, because the
+    trainer takes one mean over all samples of a rollout.
     """
     built = _objective(args, "custom_loss_function_path")
     wanted = "token-mean" if args.calculate_per_token_loss else "seq-mean-token-mean"
@@ -119,8 +119,8 @@ def loss(
     logps = PolicyLogps(current, mask=mask, **{"behavior": None, "proximal": current.detach(), **policies})
     monitor = getattr(args, "trimtab_monitor", None)
     value, metrics, _ = evaluate(built, logps, _pad(batch["advantages"]), counts=(1, 1), monitor=monitor)
-    # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so that
-    # a mean over this micro-batch counts as often as it has sequences or tokens.
+    # The trainers add up the values of all micro-batches and divide by the sequences or tokens of the update, so each
+    # mean is multiplied by the sequences or tokens of this micro-batch.
     size = sum_of_sample_mean(torch.ones_like(torch.cat(list(current_logps)))).detach()
     values = {key: torch.tensor(number).to(size) * size for key, number in averaged(metrics).items()}
     return value, {"loss": value.detach().clone(), **values}
@@ -138,13 +138,13 @@ def _objective(args: Namespace, flag: str) -> Objective:
 
 
 def _trainer() -> str:
-    """Returns which of the two runs: the one that is imported, where both are installed."""
+    """Returns `miles` or `slime`: the one that is installed or, if both are, the one that is imported."""
     installed = [name for name in SCORING if name in sys.modules or importlib.util.find_spec(name) is not None]
     return next((name for name in installed if name in sys.modules), installed[0] if installed else "slime")
 
 
 def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, Any]) -> None:
-    """Raises `TrimtabError` for settings of the trainer under which the loss would be another one than is named."""
+    """Raises `TrimtabError` for settings of the trainer that would make the loss differ from the named objective."""
     refuse_chosen(hook(_trainer()).trainer, "MILES", args, "In trimtab_objective")
     if (estimator := getattr(args, "advantage_estimator", "grpo")) in ("gspo", "cispo"):
         raise TrimtabError(
@@ -182,7 +182,7 @@ def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> lis
         # slime renormalizes over the tokens that top-p kept at sampling, as it did for the log-probs in the batch.
         "top_p_token_ids": batch.get("rollout_top_p_token_ids"),
         "top_p_token_offsets": batch.get("rollout_top_p_token_offsets"),
-        # Miles pads to these with --qkv-format bshd.
+        # Miles pads to these lengths with --qkv-format bshd.
         "max_seq_lens": batch.get("max_seq_lens"),
     }
     given = {name: value for name, value in optional.items() if value is not None}
@@ -211,7 +211,7 @@ def _score_function() -> Callable[..., Any]:
 
 
 def _check_whole(logps: Sequence[Tensor], lengths: Sequence[int]) -> None:
-    """Raises `TrimtabError` where a response lies on several ranks: its sums would be of a part."""
+    """Raises `TrimtabError` if a response is split over ranks: sums over it would cover only a part."""
     if any(len(logp) != size for logp, size in zip(logps, lengths, strict=True)):
         raise TrimtabError(
             "context parallelism splits responses over ranks, which this adapter cannot join: turn it off"

@@ -31,11 +31,11 @@ def custom_loss(
 ) -> Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]:
     """Returns a loss for `forward_backward_custom`; the SDK 0.32 or newer passes it all `loss_fn_inputs`.
 
-    Each datum's `loss_fn_inputs` hold `target_tokens`, `logprobs` (the sampler's), `advantages`, and `mask` where some
-    tokens are not trained; `old_logprobs` and `ref_logprobs` where given. All data of the call are one update: without
+    Each datum's `loss_fn_inputs` hold `target_tokens`, `logprobs` (the sampler's) and `advantages`, and may hold `mask`
+    (0 at tokens that are not trained), `old_logprobs` and `ref_logprobs`. All data of a call are one update; without
     `old_logprobs`, the policy at its start is the current one. dump: a folder for the log-probs of every call, which
     `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, True, or a folder for its files; each call is a step. Raises
-    `TrimtabError` without an objective: tinker's own losses are computed in its service, so that none can be wrapped.
+    `TrimtabError` without an objective: tinker computes its own losses in its service, so those cannot be wrapped.
     """
     built = build("tinker", objective, keywords)
     written = None if dump is None else Dump(dump)
@@ -64,7 +64,7 @@ def custom_loss(
 
 
 def _column(fields: Sequence[Any], name: str, like: Tensor) -> Tensor | None:
-    """Returns (batch, time) a field of all data, or None where no datum has it."""
+    """Returns (batch, time) a field of all data, or None if no datum has it."""
     present = [name in inputs for inputs in fields]
     if not any(present):
         return None

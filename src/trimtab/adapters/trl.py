@@ -1,11 +1,11 @@
-"""TRL's `GRPOTrainer` whose log-probs are recorded, with any Trimtab objective as its loss. Checked against TRL 1.16.
+"""TRL's `GRPOTrainer` that records log-probs and can train any Trimtab objective. Checked against TRL 1.16.
 
     from trimtab.adapters.trl import GRPOTrainer
     trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, dump="logps")  # TRL's own loss
     trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")
 
-Generation, rewards, advantages and everything else remain TRL's. `AsyncGRPOTrainer` here is that of `trl.experimental`,
-imported on first use (trl_async.py).
+Generation, rewards, advantages and everything else remain TRL's. `AsyncGRPOTrainer` does the same with the trainer of
+that name in `trl.experimental`, and is imported on first use (trl_async.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORWARD = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
-"""Inputs of vision models that the forward pass takes as they are."""
+"""Inputs of vision models, which are passed to the forward pass unchanged."""
 
 
 def __getattr__(name: str) -> Any:
@@ -46,20 +46,20 @@ def __getattr__(name: str) -> Any:
 
 
 class GRPOTrainer(TrainsObjective, PlainTrainer):
-    """A `trl.GRPOTrainer` that records log-probs, and whose loss may be a Trimtab objective.
+    """A `trl.GRPOTrainer` that records log-probs and can train a Trimtab objective.
 
-    objective: a preset, or an `Objective` for other numbers and parts. Without it the loss is TRL's own, bit for bit,
-    with every option of TRL. dump: a folder for the log-probs of the first update after each generation, which
-    `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, a folder for one, or True, which is shown the same batches
-    and closed when training ends; its metrics go to TRL's log. guard: True, or a `Guard` for other numbers: at the
-    first sign of a collapse, earlier weights are put back (trl_guard.py); it has a monitor without files where none is
-    given. Other parameters are those of TRL.
+    objective: a preset, or an `Objective` for other numbers and parts. Without it, the loss stays TRL's own, bit for
+    bit, with every option of TRL. dump: a folder for the log-probs of the first update after each generation, which
+    `trimtab diagnose` reads. monitor: a `trimtab.Monitor`, a folder for one, or True for one without files. It sees the
+    same batches as `dump`, is closed when training ends, and its metrics go to TRL's log. guard: True, or a `Guard` for
+    other numbers. At the first sign of a collapse, it restores earlier weights (trl_guard.py); without `monitor`, it
+    uses a monitor without files. Other parameters are TRL's.
 
-    With an objective, denominators and other statistics are those of the whole update: of all micro-batches of an
-    accumulation window, on all processes. Tokens whose log-prob the sampler did not report are not trained; nor are
-    their responses, unless the trainer is certain of the token (`usable_tokens`). `trimtab/unscored` and
-    `trimtab/unscored_tokens` are the shares left out. Raises `TrimtabError`, before a model is loaded, for settings of
-    TRL that would have no effect, and for objectives and dumps that need what TRL does not have.
+    With an objective, denominators and other statistics cover the whole update: all micro-batches of an accumulation
+    window, on all processes. Tokens for which the sampler reported no log-prob are not trained. Their responses are not
+    trained either, unless the trainer is certain of the token (`usable_tokens`). `trimtab/unscored` is the share of
+    responses left out, `trimtab/unscored_tokens` of tokens. Raises `TrimtabError`, before a model is loaded, for
+    settings of TRL that would have no effect, and if TRL lacks what the objective or the dump needs.
     """
 
     _hook = "trl"
@@ -78,13 +78,13 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
             self._check_sampler(None)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """Notes the number of updates before the generation: TRL sends its weights to vLLM before each one."""
+        """Stores the number of updates before this generation; TRL sends its weights to vLLM before each generation."""
         if self.model.training:
             self._sampled = self.state.global_step
         return super()._generate_and_score_completions(inputs)
 
     def drop_responses(self) -> None:
-        """Makes TRL generate again for the next micro-batch: what waits is of discarded weights."""
+        """Makes TRL generate again for the next micro-batch: discarded weights generated the buffered responses."""
         self._buffered_inputs = None
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         logps, advantage = self._logps(inputs, current, entropy), _advantage(inputs)
         update = self._begun(model) if self.model.training else None
         output = self._objective(logps, advantage, state=None if update is None else update.state)
-        # Processes average their gradients, and each loss is a share of the whole update.
+        # Each loss is a share of the whole update; TRL averages gradients over processes, so this undoes the division.
         loss = output.loss * (1 if update is None else self.accelerator.num_processes)
         if auxiliary is not None:
             steps = 1 if update is None else self.current_gradient_accumulation_steps
@@ -112,7 +112,7 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         return loss
 
     def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Returns TRL's own loss. What is recorded are the log-probs that it computed."""
+        """Returns TRL's own loss, and records the log-probs that it computed."""
         loss = super()._compute_loss(model, inputs)
         if self._records and self.model.training:
             self._add(self._begun(model), inputs, self._logps(inputs, self._scored), None)
@@ -136,7 +136,7 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         behavior, proximal = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
         self._check_sampler(behavior)
         if proximal is None and current is not None:
-            proximal = current.detach()  # TRL leaves it out where this is the first update after the generation.
+            proximal = current.detach()  # TRL omits it if this is the first update after the generation.
         mask = _mask(inputs)
         return PolicyLogps(
             current=current,
@@ -149,7 +149,7 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         )
 
     def _check_sampler(self, behavior: Tensor | None) -> None:
-        """Raises `TrimtabError` where the sampler's log-probs are needed and TRL does not have them."""
+        """Raises `TrimtabError` if the sampler's log-probs are needed and TRL does not have them."""
         readers = {"dump": self._dump, "monitor": self._monitor}
         used = [name for name, reader in readers.items() if reader is not None]
         if self._objective is not None and "behavior" in self._objective.needs:
@@ -159,7 +159,7 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         raise hook("trl").absent(used[0], "behavior")
 
     def _begun(self, model: Any) -> Update:
-        """Returns the update of this micro-batch, which its first one begins."""
+        """Returns the update of this micro-batch, which is created at the first micro-batch of the update."""
         if self._update is None or self._update.step != self.state.global_step:
             state = None if self._objective is None else self._whole_update(model, self._objective)
             self._update = Update(self.state.global_step, state)
@@ -167,12 +167,12 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
 
     @torch.no_grad()
     def _whole_update(self, model: Any, objective: Objective) -> State:
-        """Returns the statistics of the update that begins: over its micro-batches, and over all processes."""
+        """Returns the statistics of the update that begins, over all its micro-batches and all processes."""
         buffered, size = self._buffered_inputs, self.args.steps_per_generation
         steps = range(self._step, self._step + self.current_gradient_accumulation_steps)
         parts = []
         for inputs in (buffered[step % size] for step in steps):
-            # What `usable_tokens` leaves out depends on the trainer's log-probs.
+            # If a log-prob is missing, `usable_tokens` needs the trainer's log-probs.
             behavior = inputs.get("sampling_per_token_logps")
             holes = behavior is not None and bool(missing_logps(_mask(inputs), behavior).any())
             current = self._score(model, inputs)[0] if holes or objective.prepare_needs else None
@@ -180,7 +180,7 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
         return self._summed(parts)
 
     def _add(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics | None) -> None:
-        """Adds a micro-batch to its update. What is trained at the weights that sampled is written and shown, once."""
+        """Adds a micro-batch to its update; records it once, if the weights are still those that sampled it."""
         size = self.args.steps_per_generation
         first = update.step == self._sampled and self._step % (size * self.num_iterations) < size
         if first and self._records:

@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` whose log-probs are recorded, with any Trimtab objective as its loss. Checked against 1.16.
+"""TRL's `AsyncGRPOTrainer` that records log-probs and can train any Trimtab objective. Checked against TRL 1.16.
 
     from trimtab.adapters.trl import AsyncGRPOTrainer
     trainer = AsyncGRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")
@@ -30,13 +30,13 @@ PlainTrainer: Any = _TRL.AsyncGRPOTrainer
 
 
 class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
-    """A `trl.experimental.async_grpo.AsyncGRPOTrainer` that records, and whose loss may be a Trimtab objective.
+    """A `trl.experimental.async_grpo.AsyncGRPOTrainer` that records log-probs and can train a Trimtab objective.
 
-    objective, dump, monitor, guard, and what is raised: as for `trl.GRPOTrainer`, but that every update is written.
-    `token-bypass` is TRL's own loss where an update is one micro-batch.
+    Parameters and errors are those of `trimtab.adapters.trl.GRPOTrainer`, but `dump` receives every update. If an
+    update is one micro-batch, the objective `token-bypass` is TRL's own loss.
 
-    With an objective, a sample serves one update, so that the policy at its start is the current one. A response is a
-    sample of TRL's, whichever tokens it shares with others in its row.
+    With an objective, each sample serves one update, so the policy at the start of the update is the current one. A
+    response is a sample of TRL's, even if it shares tokens with other samples of its row.
     """
 
     _hook = "trl-async"
@@ -59,7 +59,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         refuse_standard_deviation(self._objective, given.get("rollout_worker") is None, remedy)
 
     def drop_responses(self) -> None:
-        """Drops the samples that wait, and sends the engine the weights that were put back.
+        """Drops the queued samples, and sends the restored weights to the engine.
 
         Samples that are being generated arrive later; TRL drops those older than `max_staleness`.
         """
@@ -75,7 +75,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the micro-batches of the update that begins."""
+        """Stores the micro-batches of the update that begins."""
         samples = super().get_batch_samples(*args, **kwargs)
         self._window, self._update, self._seen = samples[0], None, 0
         return samples
@@ -95,9 +95,9 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
             self._add(update, part, logps, None)
             return own
         for name in [key for key in self._metrics["train"] if key.startswith("clip_ratio/")]:
-            del self._metrics["train"][name]  # By `epsilon`, which has no effect here.
+            del self._metrics["train"][name]  # They count clips by `epsilon`, which has no effect here.
         output = self._objective(logps, part.advantage, state=update.state)
-        # Processes average their gradients, and each loss is a share of the whole update.
+        # Each loss is a share of the whole update; TRL averages gradients over processes, so this undoes the division.
         loss = output.loss * self.accelerator.num_processes
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
@@ -106,7 +106,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         return loss
 
     def _forward(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Returns TRL's own loss, which logs its metrics and counts, and what the model gives it."""
+        """Returns TRL's own loss, which logs TRL's metrics and updates its counters, and the outputs of the model."""
         returned: list[Any] = []
 
         def forward(**keywords: Any) -> Any:
@@ -116,7 +116,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         return super().compute_loss(forward, inputs), returned[0]
 
     def _unlogged_forward(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Does a forward pass besides that of the loss, which TRL's metrics and counts leave out."""
+        """Returns the outputs of an additional forward pass that leaves TRL's metrics and counters unchanged."""
         counts = {name: value for name, value in vars(self).items() if name.startswith("_step_")}
         metrics, self._metrics = self._metrics, {"train": defaultdict(list)}
         try:
@@ -127,21 +127,21 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
 
     @torch.no_grad()
     def _begun(self, model: Any) -> State | None:
-        """Returns the statistics of the update that begins: over its micro-batches, and over all processes.
+        """Returns the statistics of the update that begins, over all its micro-batches and all processes.
 
-        Without an objective, only the version of the weights is found out.
+        It also stores the version of the weights. Without an objective, it does only this.
         """
         objective = self._objective
         window = [self._prepare_inputs(inputs) for inputs in self._window]
         parts = [PackedResponses.of(inputs) for inputs in window]
         holes = any(bool(missing_logps(part.mask, part.behavior).any()) for part in parts)
-        # Only the main process knows the version of the weights, and a forward pass needs all processes.
+        # Only the main process knows the version of the weights; a forward pass needs all processes.
         version = self.model_version if self.accelerator.is_main_process else 0
         known = torch.tensor([version, int(holes)], device=self.accelerator.device)
         self._version, holes = self.accelerator.reduce(known, reduction="sum").tolist()
         if objective is None:
             return None
-        # What `usable_tokens` leaves out depends on the trainer's log-probs.
+        # If a log-prob is missing, `usable_tokens` needs the trainer's log-probs.
         score = self._unlogged_forward if holes or objective.prepare_needs else lambda *_: None
         return self._summed(
             [
@@ -151,7 +151,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         )
 
     def _logps(self, part: PackedResponses, outputs: Any) -> PolicyLogps:
-        """outputs: of the forward pass; None without one."""
+        """Returns the log-probs of a packed row. outputs: of the forward pass; None if there was none."""
         current = entropy = None
         if outputs is not None:
             current, entropy = (part.unpacked(one.flatten()) for one in (outputs.log_probs, outputs.entropy))
@@ -166,7 +166,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         )
 
     def _age(self, part: PackedResponses) -> Tensor:
-        """Returns (batch,) how many updates the weights that sampled are older than those of the trainer."""
+        """Returns (batch,) by how many updates the weights that sampled are older than the trainer's weights."""
         every = self.args.weight_sync_steps
         return ((self._version - part.version) * every + self.state.global_step % every).clamp(min=0)
 
@@ -188,7 +188,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
 
 
 class _VersionedQueue:
-    """TRL's queue of samples; adds the version of each to the metrics of the sample, which reach the collator."""
+    """TRL's queue of samples; adds the weight version of each sample to its metrics, which reach the collator."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -201,7 +201,7 @@ class _VersionedQueue:
 
 
 def _with_versions(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], dict[str, Any]]:
-    """Returns TRL's collator with the versions of the samples of each row beside its tensors, -1 for none."""
+    """Returns TRL's collator with one more tensor: the weight version of each sample of each row, -1 at padding."""
 
     def collated(examples: list[Any]) -> dict[str, Any]:
         (packed,) = examples

@@ -1,10 +1,10 @@
-"""`guard=` of TRL's trainers: at the first sign of a collapse, weights from before it are put back.
+"""`guard=` of TRL's trainers: at the first sign of a collapse, it restores weights from before the sign.
 
     from trimtab.adapters.trl import GRPOTrainer, Guard
     trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, guard=True)
     trainer = GRPOTrainer(..., monitor="monitor", guard=Guard(on=("ess", "nonfinite"), every=20))
 
-Steps are those of the monitor, judged one optimizer step later. Without a sign nothing changes, bit for bit.
+The guard judges the steps of the monitor, one optimizer step later. Without a sign, training is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from trimtab.monitor.collapse_signs import Sign, Watched, first_sign, needed_sna
 TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
 
 LOGGED = {"reward": "reward/mean", "completions/clipped_ratio": "response/truncated"}
-"""Names in TRL's log of metrics that the rules read and the monitor is not shown."""
+"""Name in TRL's log -> name in the rules, for metrics that the rules read and the monitor does not receive."""
 
 
 @dataclass(frozen=True)
 class Guard:
     """What a trainer of TRL does at the first sign of a collapse.
 
-    It puts the last weights back that are not in doubt, with the state of the optimizer and of the learning-rate
-    schedule from then, multiplies the learning rate by `lr_factor`, drops responses of the weights that it discards,
-    and goes on. TRL counts steps on: a run is not longer. After `times` returns it puts the weights back and stops.
+    It restores the newest weights that are not in doubt, with their optimizer and learning-rate schedule, multiplies
+    the learning rate by `lr_factor`, drops responses of the discarded weights, and goes on. TRL's step count goes on
+    too, so a run does not get longer. At the next sign after `times` returns, it restores weights and stops.
 
     on: what is watched: "reward" (which needs `logging_steps=1`), "ess", "length", "mismatch" and "nonfinite" losses.
-    every: generations between copies of weights and optimizer in the CPU's memory. Up to 20 / `every` + 2 are kept
-    (with AdamW each has three times the trained weights). Where several processes train, or with DeepSpeed or FSDP,
-    there are no copies: training stops at a sign, and the warning names the checkpoint of TRL to go on from.
+    every: generations between snapshots of weights and optimizer in CPU memory. Up to 20 / `every` + 2 are kept; with
+    AdamW, each is three times as large as the trained weights. With several processes, DeepSpeed or FSDP there are no
+    snapshots: training stops at a sign, and the warning names the checkpoint of TRL to resume from.
 
     Raises `TrimtabError` for numbers outside their range and for what cannot be watched.
     """
@@ -63,19 +63,19 @@ class Guard:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of what an optimizer step changes. step: optimizer steps before it. returns: those before it."""
+    """A copy of what an optimizer step changes."""
 
-    step: int
-    returns: int
+    step: int  # optimizer steps before it
+    returns: int  # returns of the guard before it
     tensors: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
     scheduler: Mapping[str, Any]
 
 
 class ReturnAtSign(TrainerCallback):
-    """Judges the steps of a monitor and the losses of a trainer, and returns to an earlier snapshot at a sign.
+    """Judges the steps of a monitor and the losses of a trainer; at a sign of a collapse, restores a snapshot.
 
-    All processes decide alike: they have the same figures.
+    All processes decide alike, because they have the same metrics.
     """
 
     def __init__(self, trainer: Any, guard: Guard, monitor: Monitor) -> None:
@@ -93,7 +93,7 @@ class ReturnAtSign(TrainerCallback):
         self._finite: Tensor | None = None
         self._steps: list[Step] = []
         self._history = History()
-        self._logged: dict[int, dict[str, float]] = {}  # by the number of updates before
+        self._logged: dict[int, dict[str, float]] = {}  # number of updates before -> metrics
         self._snapshots = [self._snapshot(state.global_step)] if self._is_whole else []
 
     def see_loss(self, loss: Tensor) -> None:
@@ -116,7 +116,7 @@ class ReturnAtSign(TrainerCallback):
             self._snapshots = [one for one in self._snapshots if one.step in needed]
 
     def _sign(self, step: int) -> Sign | None:
-        """Returns the first sign after `step` updates; the monitor finishes a step at the first batch of the next."""
+        """Returns the first sign after `step` updates. The monitor finishes a step at the first batch of the next."""
         finite, self._finite = self._finite, None
         finite = torch.ones(()) if finite is None or "nonfinite" not in self._guard.on else finite
         if not self._trainer.accelerator.gather(finite.long()).all():
@@ -168,7 +168,7 @@ class ReturnAtSign(TrainerCallback):
         trainer = self._trainer
         for name, tensor in self._trained():
             tensor.copy_(snapshot.tensors[name])
-        # Copies: an optimizer may go on with the tensors that it is given.
+        # Copies, because an optimizer may keep and change the tensors that it loads.
         trainer.optimizer.load_state_dict(copied(snapshot.optimizer))
         trainer.lr_scheduler.load_state_dict(copied(snapshot.scheduler))
         factor = self._guard.lr_factor ** (self._returns - snapshot.returns)
@@ -187,7 +187,7 @@ class ReturnAtSign(TrainerCallback):
 
 
 def copied(value: Any) -> Any:
-    """Returns a copy of dictionaries, lists and tuples whose tensors are new ones on the CPU."""
+    """Returns a deep copy of dictionaries, lists and tuples, with every tensor copied to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -198,7 +198,7 @@ def copied(value: Any) -> Any:
 
 
 def checkpoint_advice(folder: Path, healthy: int) -> str:
-    """Says which checkpoint of a trainer's folder to go on from: the newest one of step `healthy` or before."""
+    """Returns advice on which checkpoint in a trainer's folder to resume from: the newest one up to step `healthy`."""
     saved = {int(number): one for one in folder.glob("checkpoint-*") if (number := one.name[11:]).isdecimal()}
     trusted = [number for number in saved if number <= healthy]
     if trusted:

@@ -1,6 +1,6 @@
 """Reads the responses back from a packed row of TRL's `AsyncGRPOTrainer`.
 
-Such a row is a tree of prefixes: a token that several samples share is there once, and a list of terms names, for every
+A packed row is a tree of prefixes: a token that several samples share is stored once. A list of terms has, for every
 trained token of every sample, the position that predicts it (`packing.py` of TRL 1.16).
 """
 
@@ -15,23 +15,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 VERSIONS = "model_version"
-"""Name of (1, samples) the version of the weights that sampled each sample of a row, -1 at padding."""
+"""Key of a (1, samples) tensor: the version of the weights that generated each sample of a row, -1 at padding."""
 
 
 @dataclass(frozen=True)
 class PackedResponses:
-    """The samples of a packed row, one a row of (batch, time), from their first trained token on.
+    """The samples of a packed row as a (batch, time) batch: one sample per row, from its first trained token on."""
 
-    index: (terms,) the position in the packed row that predicts each trained token. response, column: (terms,) where
-    the token is in (batch, time). version: (batch,) of the weights that sampled. mask: (batch, time) bool, the trained
-    tokens. behavior: (batch, time) the sampler's log-probs. advantage: (batch, 1).
-    """
-
-    inputs: Mapping[str, Tensor]
-    index: Tensor
-    response: Tensor
-    column: Tensor
-    version: Tensor
+    inputs: Mapping[str, Tensor]  # the tensors of TRL's collator, (1, ...) each
+    index: Tensor  # (terms,) the position in the packed row that predicts each trained token
+    response: Tensor  # (terms,) the row of the token in (batch, time)
+    column: Tensor  # (terms,) the column of the token in (batch, time)
+    version: Tensor  # (batch,) the version of the weights that generated the sample
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor]) -> PackedResponses:
@@ -57,30 +52,33 @@ class PackedResponses:
 
     @cached_property
     def mask(self) -> Tensor:
+        """(batch, time) bool: the trained tokens."""
         return self._rows(torch.ones_like(self.column, dtype=torch.bool))
 
     @cached_property
     def behavior(self) -> Tensor:
+        """(batch, time) the sampler's log-probs."""
         return self._rows(self._of_terms("old_log_probs"))
 
     @cached_property
     def advantage(self) -> Tensor:
+        """(batch, 1) the advantage of each response."""
         given = self._of_terms("advantages")
         return given.new_zeros(len(self.version)).index_put((self.response,), given)[:, None]
 
     @cached_property
     def length(self) -> Tensor:
-        """(batch,) tokens up to the last trained one."""
+        """(batch,) the number of tokens from the first to the last trained one."""
         return self.column.new_zeros(len(self.version)).scatter_reduce(0, self.response, self.column + 1, "amax")
 
     @cached_property
     def _ids(self) -> list[list[int]]:
-        """The tokens of each sample up to its last trained one."""
+        """The token ids of each sample, prompt included, up to its last trained token."""
         kept = {name: self.inputs[name][self.inputs[name] >= 0] for name in ("tree_kv_index", "tree_cu_seqlens_q")}
         path, starts = kept["tree_kv_index"], kept["tree_cu_seqlens_q"]
         ends = self.inputs["tree_cu_seqlens_k"][0].tolist()
         result: list[list[int]] = [[] for _ in self.version]
-        # The terms of a sample ascend: the last one counts.
+        # The terms of a sample are in ascending order, so the last one stays.
         last = {int(response): int(index) for response, index in zip(self.response, self.index, strict=True)}
         for response, index in last.items():
             segment = int(torch.searchsorted(starts, index, right=True)) - 1
@@ -94,12 +92,12 @@ class PackedResponses:
 
     @cached_property
     def prompt_ids(self) -> list[list[int]]:
-        """The tokens of each sample before its first trained one."""
+        """The token ids of each sample before its first trained token."""
         return [ids[: len(ids) - length] for ids, length in zip(self._ids, self.length.tolist(), strict=True)]
 
     @cached_property
     def response_ids(self) -> Tensor:
-        """(batch, time) the tokens of each response, untrained ones between trained ones included, then 0."""
+        """(batch, time) the token ids of each response, with the untrained ones between trained ones, padded with 0."""
         cut = zip(self._ids, self.length.tolist(), strict=True)
         ids = [torch.tensor(ids[len(ids) - length :], dtype=torch.long) for ids, length in cut]
         return pad_sequence(ids, batch_first=True).to(self.mask.device)

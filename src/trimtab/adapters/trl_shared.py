@@ -1,4 +1,4 @@
-"""What TRL's two trainers share here: settings that are refused, and an objective, a dump and a monitor of updates."""
+"""Shared by the adapters of TRL's two trainers: a mixin with objective, dump, monitor and guard; refused settings."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ from trimtab.objectives import Metrics, Objective, PolicyLogps, State
 
 @dataclass
 class Update:
-    """What is known and collected over the micro-batches of one update.
-
-    state, metrics: of the objective; None where the loss is TRL's own. observed: metrics of the monitor.
-    """
+    """The state of one update, and what its micro-batches have added so far."""
 
     step: int
-    state: State | None = None
-    metrics: Metrics | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    observed: dict[str, float] = field(default_factory=dict)
+    state: State | None = None  # of the objective; None if the loss is TRL's own
+    metrics: Metrics | None = None  # of the objective; None if the loss is TRL's own
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of the dump
+    observed: dict[str, float] = field(default_factory=dict)  # metrics of the monitor
 
 
 class CloseMonitor(TrainerCallback):
@@ -47,12 +44,12 @@ class CloseMonitor(TrainerCallback):
 
 
 class TrainsObjective:
-    """A trainer of TRL, the next base of a subclass, that may have an objective, a dump, a monitor and a guard.
+    """Mixin put before a TRL trainer class: adds `objective`, `dump`, `monitor` and `guard`.
 
-    Its arguments are those of `trl.GRPOTrainer` here; the others are TRL's. _hook: a key of `hooks.HOOKS`.
+    `trimtab.adapters.trl.GRPOTrainer` describes these four parameters; the others are TRL's.
     """
 
-    _hook: ClassVar[str]
+    _hook: ClassVar[str]  # a key of `hooks.HOOKS`
     accelerator: Any
     add_callback: Any
     _metrics: Any
@@ -68,7 +65,7 @@ class TrainsObjective:
         guard: Guard | bool = False,
         **kwargs: Any,
     ) -> None:
-        """Raises `TrimtabError` where the loss would never be called, and for objectives that the hook cannot carry."""
+        """Raises `TrimtabError` if the loss would never be called, and for objectives that the hook cannot carry."""
         self._objective = None if objective is None else build(self._hook, objective, {})
         self._dump = None if dump is None else Dump(dump)
         if not isinstance(guard, Guard | bool):
@@ -81,7 +78,7 @@ class TrainsObjective:
             )
         if self._used:
             self._check_arguments(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
-        super().__init__(*args, **kwargs)  # type: ignore[misc]  # of the trainer beside this base
+        super().__init__(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
         if self._monitor is not None:
             self.add_callback(CloseMonitor(self._monitor))
             if self._guard is not None:
@@ -103,13 +100,13 @@ class TrainsObjective:
         return self._objective is not None or self._records
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]  # of the trainer beside this base
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
         if self._at_sign is not None:
             self._at_sign.see_loss(loss)
         return loss
 
     def _summed(self, parts: Sequence[State]) -> State:
-        """Returns the state of the update of which these are the micro-batches, over all processes."""
+        """Returns the state of an update: the sum of the states of its micro-batches, over all processes."""
         state = sum(parts[1:], parts[0])
         return state.all_reduce() if self.accelerator.num_processes > 1 else state
 
@@ -128,9 +125,9 @@ class TrainsObjective:
     ) -> None:
         """Adds the responses of a micro-batch to the rows of the dump, and shows them to the monitor.
 
-        mask: all trained tokens, those without a log-prob of the sampler included. length: (batch,) tokens of each
-        response. prompts: returns their ids. version: of the weights that sampled, one number or (batch,); None where
-        it is not known. scored: the log-probs at the start of the update, where TRL computed them.
+        mask: all trained tokens, including those without a sampler log-prob. length: (batch,) tokens of each response.
+        prompts: returns the token ids of each prompt. version: of the weights that sampled, one number or (batch,);
+        None if unknown. scored: the log-probs at the start of the update, if TRL computed them.
         """
         assert logps.current is not None
         assert logps.proximal is not None
@@ -163,7 +160,7 @@ class TrainsObjective:
             )
 
     def _collect(self, update: Update, metrics: Metrics | None, *, last: bool) -> None:
-        """Adds the metrics of a micro-batch, if it has an objective; logs and writes the update at its last one."""
+        """Adds a micro-batch's metrics, None without an objective; after the last one, logs and writes the update."""
         if metrics is not None:
             update.metrics = metrics if update.metrics is None else update.metrics + metrics
         if not last:
@@ -173,7 +170,7 @@ class TrainsObjective:
             self._dump.write(update.step + 1, update.rows, rank=self.accelerator.process_index)
 
     def _log(self, mode: str, values: dict[str, float]) -> None:
-        """Puts the means over processes into TRL's log. All processes have the same keys, and some have no number."""
+        """Puts the means over processes into TRL's log. All processes have the same keys; some values may be NaN."""
         if not values:
             return
         here = torch.tensor(list(values.values()), device=self.accelerator.device)
@@ -185,7 +182,7 @@ class TrainsObjective:
 def check_ignored(args: Any, config_class: type) -> None:
     """Raises `TrimtabError` for options that only TRL's own loss reads, with what replaces them.
 
-    args: the configuration of a run. config_class: its class, for the defaults.
+    args: the configuration of a run. config_class: its class, which has the defaults.
     """
     defaults = {item.name: item.default for item in dataclasses.fields(config_class)}
     settings = {name: one._replace(default=defaults[name]) for name, one in SETTINGS["TRL"].items() if name in defaults}
@@ -193,9 +190,9 @@ def check_ignored(args: Any, config_class: type) -> None:
 
 
 def check_settings(objective: Objective, args: Any, config_class: type) -> None:
-    """Raises `TrimtabError` for settings of TRL that would have no effect, or that the objective needs otherwise.
+    """Raises `TrimtabError` for settings of TRL that would have no effect, or that contradict the objective.
 
-    args: the `GRPOConfig` of a run. config_class: that class, for the defaults.
+    args: the `GRPOConfig` of a run. config_class: that class, which has the defaults.
     """
     check_ignored(args, config_class)
     steps, window = args.steps_per_generation, args.gradient_accumulation_steps

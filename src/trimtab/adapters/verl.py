@@ -1,15 +1,15 @@
 """Trimtab's objectives and corrections in verl. Checked against verl 0.9.1, trainers V1 and v0.
 
-verl imports this module through the entry point `verl.plugins` in every process, and importing it registers:
+verl imports this module in every process, through the entry point `verl.plugins`. The import registers:
 
     actor_rollout_ref.actor.policy_loss.loss_mode=trimtab-token-tis   # an objective as the loss
-    +actor_rollout_ref.actor.policy_loss.trimtab.weight_max=3.0       # with keywords of it
+    +actor_rollout_ref.actor.policy_loss.trimtab.weight_max=3.0       # a keyword of the objective
 
 verl before 0.9 has no such entry point: set VERL_USE_EXTERNAL_MODULES=trimtab.adapters.verl in every process.
-TRIMTAB_DUMP names a folder for the log-probs of both sides, which `trimtab diagnose` reads.
-TRIMTAB_MONITOR names a folder for `trimtab.Monitor`, whose scalars join the metrics. With TRIMTAB_STOP_ON=ess,mismatch
-it stops the run at a sign of a collapse (`stop_on` of the monitor). The message is the last line of verl's error; with
-HYDRA_FULL_ERROR=1 it is the only one, and the exit status is 3.
+TRIMTAB_DUMP names a folder for the log-probs of sampler and trainer, which `trimtab diagnose` reads.
+TRIMTAB_MONITOR names a folder for `trimtab.Monitor`, whose scalars join verl's metrics. With
+TRIMTAB_STOP_ON=ess,mismatch, the monitor stops the run at a sign of a collapse (`stop_on`). Its message is then the
+last line of verl's error; with HYDRA_FULL_ERROR=1 it is the only line, and the exit status is 3.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PPO = "verl.trainer.ppo"
 
 
 def register() -> list[str]:
-    """Registers every preset, and `composed`, with verl; returns the names. Called on import."""
+    """Registers every preset, and `composed`, with verl, and returns their names there. Called on import."""
     core = importlib.import_module(f"{PPO}.core_algos")
     own = sorted(core.POLICY_LOSS_REGISTRY)
     named = {name: PolicyLoss(name) for name in (*objectives(), COMPOSED.objective.name)}
@@ -54,9 +54,9 @@ def register() -> list[str]:
     if folder := os.environ.get(verl_records.MONITOR):
         watch = verl_records.Watch(folder)
         _replace(helper, "compute_rollout_correction_and_add_to_batch", watch.wrap_correction)
-        watch.follow()  # Imports the trainers, which find the wrapped function.
+        watch.follow()  # Imports the trainers, which then find the wrapped function.
         if stop_on():
-            exit_when_stopped()  # Also in the process of the script, which sees the error of the driver.
+            exit_when_stopped()  # Also in the process of the script, which receives the driver's error.
     _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
     _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.wrap_variance_proxy)
     _replace(f"{PPO}.core_algos", "get_policy_loss_fn", partial(verl_driver.wrap_policy_loss_fn, named))
@@ -68,17 +68,17 @@ def register() -> list[str]:
 
 
 def with_keywords(policy_loss_config: type) -> type:
-    """Returns verl's `PolicyLossConfig` with a field `trimtab`, the keywords of the objective; it has fixed fields."""
+    """Returns verl's `PolicyLossConfig`, whose fields are fixed, with one more: `trimtab`, the objective's keywords."""
     return dataclasses.make_dataclass(
         policy_loss_config.__name__,
         [(KEYWORDS, dict, dataclasses.field(default_factory=dict))],
         bases=(policy_loss_config,),
-        namespace={"__module__": policy_loss_config.__module__},  # where processes find it that are sent one
+        namespace={"__module__": policy_loss_config.__module__},  # where a process that unpickles it looks
     )
 
 
 def _replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replaces a function or class of verl, also in modules that imported it by name; most do so later than this."""
+    """Replaces a function or class of verl, also in modules that have already imported it by name."""
     original = getattr(importlib.import_module(module), name)
     wrapped = wrap(original)
     for key, loaded in list(sys.modules.items()):
@@ -89,6 +89,6 @@ def _replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
 try:
     register()
 except Exception as error:
-    # verl would only note it at DEBUG level, and answer later that it does not know the loss.
+    # verl would log this at DEBUG level only, and report later that it does not know the loss.
     print(f"trimtab could not register its objectives with verl: {error}: use verl 0.9.1", file=sys.stderr, flush=True)
     raise

@@ -1,4 +1,4 @@
-"""Functions of verl, each with what Trimtab adds to it; `trimtab.adapters.verl` puts them in place."""
+"""Wrappers of verl's functions; `trimtab.adapters.verl` installs them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MISSING_LOGPS = (
 
 
 def wrap_correction(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps verl's `compute_rollout_correction_and_add_to_batch` and gives `rollout_is` one more value.
+    """Wraps verl's `compute_rollout_correction_and_add_to_batch` so that it knows one more value of `rollout_is`.
 
-    `trimtab` puts the sampler's log-probs into the batch, for the loss of the workers. Other values go to verl's own
-    function.
+    `rollout_is=trimtab` puts the sampler's log-probs into the batch, for the loss in the workers. Other values go to
+    verl's own function.
     """
 
     def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
@@ -48,7 +48,7 @@ def wrap_correction(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_meant(value: str, named: Collection[str]) -> bool:
-    """Whether a setting that is none of Trimtab's values is meant as one."""
+    """Returns whether a value that Trimtab does not define was probably meant as one of Trimtab's."""
     return value in named or value.lower().startswith(CARRY_LOGPS)
 
 
@@ -93,7 +93,7 @@ def wrap_validate_config(
 
 
 def _check_readers(config: Any, rollout: Any, correction: Any) -> None:
-    """Raises `TrimtabError` where the dump or the monitor would not see what it is for."""
+    """Raises `TrimtabError` if the dump, the monitor or TRIMTAB_STOP_ON would not receive what it reads."""
     dumped = rollout.get("calculate_log_probs", False) and config.get("trainer", {}).get("rollout_data_dir", None)
     if os.environ.get(DUMP) and not dumped:
         raise TrimtabError(f"{DUMP} adds log-probs to the rollouts that verl writes: {SETTINGS}")
@@ -109,7 +109,7 @@ def _check_readers(config: Any, rollout: Any, correction: Any) -> None:
 
 
 def _checked_objective(mode: str, named: Mapping[str, PolicyLoss], config: Any, correction: Any) -> Objective:
-    """Returns the objective of a loss. Raises `TrimtabError` where the settings would make it another one."""
+    """Returns the objective of a loss. Raises `TrimtabError` if verl's settings would change what it computes."""
     actor = config.actor_rollout_ref.actor
     objective = _named_loss(mode, named).validated_objective(actor, actor.get("loss_agg_mode", "token-mean"))
     estimator, by_std = (config.algorithm.get(key, None) for key in ("adv_estimator", "norm_adv_by_std_in_grpo"))
@@ -135,9 +135,9 @@ def _checked_objective(mode: str, named: Mapping[str, PolicyLoss], config: Any, 
 
 
 def _carry_logps(name: str, rollout: Any, correction: Any) -> None:
-    """Has verl carry the sampler's log-probs to a loss that reads them, and prints which settings that changed.
+    """Sets verl to pass the sampler's log-probs to a loss that reads them, and prints the changed settings.
 
-    Nothing else makes such a run possible.
+    Such a run is not possible with other values of these settings.
     """
     changed = []
     if not rollout.get("calculate_log_probs", False):
@@ -151,7 +151,7 @@ def _carry_logps(name: str, rollout: Any, correction: Any) -> None:
 
 
 def wrap_policy_loss_fn(named: Mapping[str, PolicyLoss], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps verl's function that returns the loss of a name: it finds `trimtab-MODULE:FUNCTION` too."""
+    """Wraps verl's function that looks up a loss by its name: it then also finds `trimtab-MODULE:FUNCTION`."""
 
     @functools.wraps(original)
     def get(name: str) -> Any:
@@ -174,7 +174,7 @@ def _named_loss(setting: str, named: Mapping[str, PolicyLoss]) -> PolicyLoss:
 
 
 def wrap_variance_proxy(original: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Wraps verl's proxy of the gradient's variance, which squares `rollout_is_weights`: hides them if log-probs."""
+    """Wraps verl's gradient variance proxy, which squares `rollout_is_weights`: hides them if they are log-probs."""
 
     @functools.wraps(original)
     def measure(batch: Any, *arguments: Any, **keywords: Any) -> dict[str, float]:
@@ -198,7 +198,7 @@ def _log_probs_as_weights(loss: str) -> str:
 
 
 def refuse_logps_as_weights(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of verl that multiplies by `rollout_is_weights`: raises for log-probs in their place."""
+    """Wraps a function of verl that multiplies by `rollout_is_weights`: raises if they are log-probs."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -213,7 +213,7 @@ def refuse_logps_as_weights(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_bypass_mode(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps v0's `apply_bypass_mode`, which replaces the loss: raises where that is a loss of Trimtab."""
+    """Wraps v0's `apply_bypass_mode`, which replaces the loss: raises if it would replace a loss of Trimtab."""
 
     def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
         mode = str((policy_loss_config or {}).get("loss_mode", ""))

@@ -16,19 +16,19 @@ from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate
 from trimtab.objectives.surrogates import Clipped
 
 LOSS_PREFIX = "trimtab-"
-"""Before the name of an objective, as a value of `policy_loss.loss_mode`."""
+"""Prefix of the name of an objective in `policy_loss.loss_mode`."""
 CARRY_LOGPS = "trimtab"
 """The value of `rollout_correction.rollout_is` that carries the sampler's log-probs to the loss."""
 KEYWORDS = "trimtab"
-"""The key of `policy_loss` under which keywords of the objective are given."""
+"""The key of `policy_loss` that holds the keywords of the objective."""
 SET = "+actor_rollout_ref.actor.policy_loss.trimtab"
-"""The key on verl's command line under which a keyword of the loss's objective is set: SET.KEYWORD=VALUE."""
+"""Prefix of a keyword of the objective on verl's command line: SET.KEYWORD=VALUE."""
 ACTOR = SETTINGS["VERL_ACTOR"]
-"""Settings of the section of the actor that verl's own losses read."""
+"""Settings in verl's `actor` section that verl's own losses read."""
 SAME_BOUNDS = (Clipped, GeometricClip, SoftGate)
-"""Surrogates whose bounds mean what verl's bounds mean in its own losses of that kind."""
+"""Surrogates whose bounds have the same meaning as the bounds of verl's own losses of that kind."""
 MODES = {"constant": "seq-mean-token-sum-norm"}
-"""verl's `loss_agg_mode` where its name is not that of the aggregation."""
+"""Aggregation -> verl's `loss_agg_mode`, if the names differ."""
 
 
 class PolicyLoss:
@@ -48,11 +48,11 @@ class PolicyLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Returns the share of a micro-batch in the loss of the mini-batch, and metrics. All tensors are (batch, time).
+        """Returns a micro-batch's share of the mini-batch's loss, and metrics. All tensors are (batch, time).
 
-        Denominators are verl's own, of the whole mini-batch; without them, those of the given batch. Raises
-        `TrimtabError` where `loss_agg_mode` is not the aggregation of the objective, and without log-probs it reads.
-        config: verl's `ActorConfig`.
+        config: verl's `ActorConfig`. Denominators are verl's counts of the whole mini-batch or, if verl passes none,
+        counts of the given batch. Raises `TrimtabError` if `loss_agg_mode` is not the aggregation of the objective, or
+        if log-probs that the objective reads are missing.
         """
         counts = dict(getattr(config, "global_batch_info", None) or {})
         mask = response_mask.bool()
@@ -66,9 +66,9 @@ class PolicyLoss:
         return loss * (counts.get("dp_size") or 1), {f"actor/{key}": value for key, value in averaged(metrics).items()}
 
     def validated_objective(self, actor: Any, loss_agg_mode: str) -> Objective:
-        """Returns the objective for verl's section of the actor, `ActorConfig` or as composed by Hydra.
+        """Returns the objective for verl's `actor` section, an `ActorConfig` or the section as composed by Hydra.
 
-        Raises `TrimtabError` where verl aggregates, or scales, otherwise, and for settings without effect.
+        Raises `TrimtabError` if verl aggregates or scales differently, and for settings without effect.
         """
         keywords = loss_keywords(self.name, actor)
         key = repr(sorted(keywords.items()))
@@ -86,11 +86,11 @@ class PolicyLoss:
 
 
 def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
-    """Returns the keywords of an objective that verl's section of the actor gives it.
+    """Returns the keywords of an objective that verl's `actor` section sets.
 
-    They are those under `policy_loss.trimtab`, the constant length, and verl's own bounds where they are not at verl's
-    defaults and the objective has them. Raises `TrimtabError` for bounds that contradict a keyword, and for settings
-    that only verl's own losses read.
+    These are the keywords under `policy_loss.trimtab`, the constant length, and verl's own bounds if the objective has
+    them and they are not at verl's defaults. Raises `TrimtabError` for bounds that contradict a keyword, and for
+    settings that only verl's own losses read.
     """
     keywords, known = given_keywords(getattr(actor, "policy_loss", None)), keywords_of(name)
     values, taken = _bounds(actor), {}
@@ -117,12 +117,12 @@ def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
 
 
 def _bounds(actor: Any) -> dict[str, Any]:
-    """Returns the bounds of verl's losses that are not at verl's defaults. One that is null is that of `clip_ratio`."""
+    """Returns the bounds of verl's losses that are not at verl's defaults; a null bound becomes `clip_ratio`."""
     values = chosen(ACTOR, actor)
     null = [key for key, value in values.items() if value is None]
     if not null:
         return values
-    common = values.pop("clip_ratio", None)  # None also where it is verl's default
+    common = values.pop("clip_ratio", None)  # None also if it is verl's default
     filled = values | dict.fromkeys(null, common)
     return {key: value for key, value in filled.items() if value is not None}
 

@@ -1,9 +1,8 @@
-"""Log-probs of a verl run: written for `trimtab diagnose`, and shown to a `trimtab.Monitor`.
+"""Records the log-probs of a verl run: writes them for `trimtab diagnose`, and shows them to a `trimtab.Monitor`.
 
-Where TRIMTAB_DUMP names a folder, `trimtab.adapters.verl` adds them: verl writes the texts of its rollouts into
-`trainer.rollout_data_dir`, and whenever it does, tokens and log-probs of both sides go into the folder, in verl's own
-names. Where TRIMTAB_MONITOR names one, the monitor sees every batch. verl's loss, weights and masks stay as they are.
-Checked against the trainers V1 and v0 of verl 0.9.1.
+If TRIMTAB_DUMP names a folder, tokens and log-probs of sampler and trainer are written there, under verl's names,
+whenever verl writes the texts of its rollouts into `trainer.rollout_data_dir`. If TRIMTAB_MONITOR names a folder, the
+monitor sees every batch. verl's loss, weights and masks do not change. Checked against V1 and v0 of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DUMP, MONITOR = "TRIMTAB_DUMP", "TRIMTAB_MONITOR"
 NAMES = ("responses", "response_mask", "rollout_log_probs", "old_log_probs", "entropy", "advantages")
 SETTINGS = "set actor_rollout_ref.rollout.calculate_log_probs=True and trainer.rollout_data_dir=DIR"
 SYNCHRONOUS = ("RayPPOTrainer", "PPOTrainerSync")
-"""Trainers that send their weights before every generation."""
+"""Trainers that send their weights to the sampler before every generation."""
 
 
 def install_dump(folder: str) -> None:
@@ -37,9 +36,9 @@ def install_dump(folder: str) -> None:
 
 
 def trainers() -> Iterator[tuple[Any, Callable[[Any, Any], Iterator[dict[str, Any]]]]]:
-    """Yields the trainers v0 and V1, and what reads a batch of each, without one whose packages are missing here.
+    """Yields verl's trainers v0 and V1, each with the function that reads its batches, if its packages are installed.
 
-    Every process of a run loads the plugin, and only that of the driver needs these packages.
+    Every process of a run loads the plugin, but only the driver needs these packages.
     """
     for name, trainer, batch_rows in (
         ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", v0_rows),
@@ -69,7 +68,7 @@ def _extend(trainer: Any, dump: Dump, batch_rows: Callable[[Any, Any], Iterator[
 
 
 def v1_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
-    """Yields the responses of a batch of V1, whose tensors are in its queue, with the versions that wrote them."""
+    """Yields the responses of a V1 batch, whose tensors are in V1's queue, with the versions that generated them."""
     queue = importlib.import_module("transfer_queue")
     data = queue.kv_batch_get(
         keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "rm_scores", *NAMES]
@@ -84,7 +83,7 @@ def v1_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def v0_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
-    """Yields the responses of a batch of v0, whose tensors are padded to one length after the prompts."""
+    """Yields the responses of a v0 batch, whose tensors are padded to one length after the prompts."""
     tensors = batch.batch
     tokens = {name: tensors[name] for name in NAMES if name in tensors.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
     length = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(1)
@@ -95,9 +94,10 @@ def v0_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def versions(trainer: Any, oldest: Sequence[int | None]) -> list[int] | None:
-    """Returns the steps completed when each response was begun, or None where that is not known.
+    """Returns the number of steps that were completed when each response was begun, or None if it is not known.
 
-    oldest: what the sampler's server said of each response. In verl's own asynchronous trainer it counts publications.
+    oldest: the version that the sampler's server reported for each response. verl's own asynchronous trainer counts
+    publications of weights there, not steps, so the result is None.
     """
     if hasattr(trainer, "current_param_version"):
         return None
@@ -115,10 +115,10 @@ def _versions(trainer: Any, oldest: Sequence[int | None]) -> dict[str, list[int]
 
 
 class Watch:
-    """A monitor in the process of the driver, and the trainer there, of which it asks the number of the update."""
+    """A monitor in the driver's process, which asks verl's trainer there for the number of the update."""
 
     def __init__(self, folder: str) -> None:
-        self._monitor = functools.cache(lambda: opened(folder, merge_ranks=False))  # made where there is a batch
+        self._monitor = functools.cache(lambda: opened(folder, merge_ranks=False))  # created at the first batch
         self._trainer: Any = None
         self._tags: Sequence[dict[str, Any]] | None = None
         self._calls = count()
@@ -141,7 +141,7 @@ class Watch:
         return fit
 
     def _wrap_advantage(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps V1's method, in which the batch is shown: only there its tags are known."""
+        """Wraps V1's `_compute_advantage`, in which the monitor sees the batch: only there are its tags known."""
 
         @functools.wraps(original)
         def compute(trainer: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -172,7 +172,7 @@ class Watch:
         return add_to_batch
 
     def _time(self, batch: Any) -> tuple[int, list[int] | None]:
-        """Returns the number of updates before this one, and of those behind each response where it is known."""
+        """Returns the number of updates before this one, and before each response was begun; None if not known."""
         if self._trainer is None:  # One of verl's experimental trainers, or the user's own loop.
             return next(self._calls), None
         size = len(batch.batch["response_mask"])

@@ -19,106 +19,99 @@ from trimtab.monitor.metrics_of_step import MeanRatio
 from trimtab.text import short
 
 WINDOW = 20
-"""Steps whose median or mean is compared with that of the steps before them."""
+"""Number of steps over which a median or mean is taken, to compare it with the one of earlier steps."""
 KEPT = 2 * WINDOW
-"""Number of newest steps that the rules read, beside the first `WINDOW` steps and those of the best reward."""
+"""Number of newest steps that the rules read, besides the first `WINDOW` steps and the window of the best reward."""
 NORM_FALL = 0.35
-"""Share of its median before that the gradient norm must fall to. Miles reports .07 to .02 before a collapse."""
+"""The gradient norm falls if its median is below this share of the earlier one. Miles: .07 to .02 before a collapse."""
 NORM_RISE = 10.0
-"""How many times its median in the first steps the gradient norm must reach to have exploded."""
+"""The gradient norm explodes if it reaches this many times its median in the first steps."""
 LEAST_BEFORE = 3
-"""Steps before the last ones that such a median needs."""
+"""Least number of steps for the median of the first steps."""
 COLLAPSED_SHARE = 0.5
-"""Share of the best reward below which the last one has collapsed."""
+"""The reward collapses if it falls below this share of the best reward."""
 STANDARD_ERRORS = 3.0
-"""By how many of them a mean must be above another one to be clearly above it."""
+"""A mean is clearly above another one if it is higher by more than this many standard errors."""
 RECENT = 5
-"""Steps whose median counts as the present state."""
+"""Number of last steps whose median counts as the present state."""
 EXACT = 1e-7
-"""k3 below which trainer and sampler compute the same up to rounding of float32."""
+"""Up to this k3, trainer and sampler differ only by rounding in float32."""
 JUMP = 4.0
-"""How many times the largest k3 of the window both of the last two steps must reach (`benchmarks/monitor.py`)."""
+"""k3 jumps if the last two steps exceed this many times the largest k3 before (`benchmarks/monitor.py`)."""
 SHIFT_STEPS = 3
-"""Steps whose mean log k3 is compared with such means before: a sampler of four bits hides the first lost weights from
-`JUMP`."""
+"""Number of last steps whose mean log k3 is compared with earlier means, because `JUMP` misses the first lost weights
+of a 4-bit sampler."""
 SHIFT_ERRORS = 4.6
-"""Standard errors that their distance must reach; 40 runs without a fault reached 4.1 (`benchmarks/monitor.py`)."""
+"""k3 shifts by more than this many standard errors; 40 runs without a fault reached 4.1 (`benchmarks/monitor.py`)."""
 LEAST_SPREAD = 0.25
-"""Standard deviation of log k3 between steps that is assumed at least, where rounding hardly varies."""
+"""Least standard deviation of log k3 between steps that is assumed, even if rounding hardly varies."""
 LARGEST = 4.0
-"""Standard deviations from the mean as which a step counts at most, so that one of them is not enough."""
+"""A step is clipped at the mean + this many standard deviations, so that one step alone is not a shift."""
 RISE = 5.0
-"""How many times its median in the first steps the median k3 of the last ones must reach."""
+"""k3 rises if its median in the last steps is above this many times its median in the first steps."""
 RATIO_STEPS = 10
-"""Steps over which the mean ratio is taken."""
+"""Number of last steps over which the mean ratio is taken."""
 RATIO_ERRORS = 6.0
-"""Standard errors from 1 beyond which the mean ratio is wrong."""
+"""The mean ratio is wrong if it is more than this many standard errors away from 1."""
 RATIO_DISTANCE = 0.005
-"""Distance from 1 below which it does not matter."""
+"""A mean ratio this close to 1 is never wrong."""
 LOW_ESS = 0.5
-"""Effective sample size of tokens below which weights lose most of a batch, and an error of a mean says nothing."""
+"""Effective sample size (share of tokens) below which weights lose most of a batch, and errors of means say nothing."""
 LARGE_K3 = 0.1
-"""k3 beyond everything published for a working setup (1e-5 to 1e-1)."""
+"""k3 above this is beyond everything published for a working setup (1e-5 to 1e-1)."""
 LENGTH_RISE = 2.0
-"""How many times their first length responses must reach."""
+"""Responses grow if they exceed this many times their length in the first steps."""
 TRUNCATED = 0.2
-"""Share of truncated responses that is not remarkable."""
+"""Largest share of truncated responses that raises no alarm."""
 TRUNCATED_RISE = 0.15
-"""Growth of that share since the first steps that is not remarkable."""
+"""Largest growth of this share since the first steps that raises no alarm."""
 DIAGNOSE = "run `trimtab diagnose` on the sample"
-"""What most alarms advise; who shows an alarm puts its own command in the place of this."""
+"""What most alarms advise; code that shows an alarm replaces it by its own command."""
 MISSING = 0.001
-"""Share of trained tokens without a finite log-prob that is not remarkable."""
+"""Largest share of trained tokens without a finite log-prob that raises no alarm."""
 
-# Comparisons are written `not x > limit`, so that NaN (a metric that is not there) raises no alarm.
+# Comparisons are written `not x > limit`, so that NaN (a missing metric) raises no alarm.
 
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step.
-
-    metrics: by name, such as `mismatch/k3`; a rule whose metrics are missing raises no alarm. ratio: the sums behind
-    the mean ratio; None where only metrics are known.
-    """
+    """A finished step."""
 
     number: int
-    metrics: Mapping[str, float]
-    ratio: MeanRatio | None
+    metrics: Mapping[str, float]  # by name, such as `mismatch/k3`; a rule whose metrics are missing raises no alarm
+    ratio: MeanRatio | None  # the sums of the mean ratio; None if only metrics are known
 
     def __getitem__(self, name: str) -> float:
-        """Returns a metric; NaN where the step does not have it."""
+        """Returns a metric; NaN if the step does not have it."""
         return self.metrics.get(name, math.nan)
 
 
 @dataclass(frozen=True)
 class Alarm(Finding):
-    """A finding at a step. value: the figure that was judged."""
+    """A finding at a step. value: the number that was judged."""
 
     value: float = math.nan
     step: int = -1
 
 
 class AlarmRule(NamedTuple):
-    """A row of the table of rules. judge: says whether the last of the steps raises an alarm by `metric`.
+    """A row of the table of rules."""
 
-    steps: the number that it needs.
-    """
-
-    judge: Callable[[Sequence[Step]], Alarm | None]
-    metric: str
-    steps: int
+    judge: Callable[[Sequence[Step]], Alarm | None]  # returns the alarm at the last of the steps, if any
+    metric: str  # the metric that it judges
+    steps: int  # the least number of steps that it needs
 
 
 def alarms(steps: Sequence[Step]) -> list[Alarm]:
-    """Returns the alarms at the last of the steps, which are in order."""
+    """Returns the alarms that the last of the steps raises. steps: in order."""
     asked = (rule.judge(steps) for rule in RULES if len(steps) >= rule.steps)
     return [replace(alarm, step=steps[-1].number) for alarm in asked if alarm is not None]
 
 
 def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
-    """Returns each alarm of a whole run at the first step that raises it, in their order.
+    """Returns each alarm of a whole run at the first step that raises it, in the order of these steps.
 
-    The same as `alarms` after every step, as `Monitor` calls it. Takes about 0.15 ms a step.
+    `alarms` after every step, as `Monitor` calls it, gives the same. Takes about 0.15 ms per step.
     """
     history, raised = History(), dict[str, Alarm]()
     for step in steps:
@@ -129,7 +122,7 @@ def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
 
 
 def lasting_alarms(steps: Sequence[Step]) -> list[Alarm]:
-    """Returns the alarms of a whole run that its last steps raise, too, beside the steps before the first alarm."""
+    """Returns the alarms that are still raised when the last steps are compared with those before the first alarm."""
     lasting = {alarm.name: alarm for alarm in (alarms(steps) if steps else ())}
     places = {step.number: place for place, step in enumerate(steps)}
     for alarm in first_alarms(steps):
@@ -140,7 +133,7 @@ def lasting_alarms(steps: Sequence[Step]) -> list[Alarm]:
 
 
 class History:
-    """The steps of a run that the rules read: the first, the newest, and between them those of the best reward."""
+    """The steps of a run that the rules read: the first, the newest, and between them the window of the best reward."""
 
     def __init__(self, steps: Iterable[Step] = ()) -> None:
         self.count = 0
@@ -169,7 +162,7 @@ class History:
 
 
 def weights_do_not_arrive(steps: Sequence[Step]) -> Alarm | None:
-    """The mismatch rises within two or three steps: the sampler stays behind, whatever its versions say."""
+    """Alarm if k3 rises within two or three steps: new weights do not reach the sampler, whatever its versions say."""
     found = _jump(steps) or _shift(steps)
     if found is None:
         return None
@@ -187,9 +180,9 @@ def weights_do_not_arrive(steps: Sequence[Step]) -> Alarm | None:
 
 
 def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
-    """Two steps in a row far above all before them; their status, number and description."""
+    """Returns status, number of steps and description if the last two steps are far above all steps before them."""
     k3 = np.maximum(_values(steps[-WINDOW:], "mismatch/k3"), EXACT)
-    before = np.fmax.reduce(k3[:-2])  # of the steps that have it; NaN without any
+    before = np.fmax.reduce(k3[:-2])  # without missing values; NaN if all are missing
     if not k3[-2:].min() > JUMP * before:
         return None
     detail = f"k3 {short(k3[-1])} per token at step {steps[-1].number}, at most {short(before)} before the last two"
@@ -197,14 +190,14 @@ def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
 
 
 def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
-    """Three steps whose mean is beyond the spread of such means before; weaker evidence than a jump."""
+    """Returns the same if the mean of the last three steps is beyond earlier means; weaker evidence than a jump."""
     logs = np.log(np.maximum([step["mismatch/k3"] for step in steps[-KEPT:]], EXACT))
     before, last = logs[:-SHIFT_STEPS], logs[-SHIFT_STEPS:]
     if len(before) < WINDOW:
         return None
     middle, spread = before.mean(), np.maximum(before.std(ddof=1), LEAST_SPREAD)
     now = np.minimum(last, middle + LARGEST * spread).mean()
-    # Means of as many steps, and not steps alone: k3 of neighboring steps is alike.
+    # The spread of means over as many steps, not of single steps: k3 of neighboring steps is correlated.
     means = np.convolve(before, np.full(SHIFT_STEPS, 1 / SHIFT_STEPS), "valid")
     error = np.maximum(means.std(ddof=1), LEAST_SPREAD / math.sqrt(SHIFT_STEPS))
     distance = (now - middle) / (error * math.sqrt(1 + SHIFT_STEPS / len(before)))
@@ -218,7 +211,7 @@ def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
 
 
 def k3_rises(steps: Sequence[Step]) -> Alarm | None:
-    """Slow growth of k3 over many steps, to more than is published for dense models."""
+    """Alarm if k3 grows slowly over many steps, to more than is published for dense models."""
     first, last = (median(part, "mismatch/k3") for part in (steps[:WINDOW], steps[-WINDOW:]))
     if not (last > RISE * max(first, EXACT) and last > 1e-3):
         return None
@@ -227,7 +220,7 @@ def k3_rises(steps: Sequence[Step]) -> Alarm | None:
 
 
 def k3_is_large(steps: Sequence[Step]) -> Alarm | None:
-    """More than any published working setup has."""
+    """Alarm if k3 is larger than in any published working setup."""
     k3 = median(steps[-RECENT:], "mismatch/k3")
     if not k3 > LARGE_K3:
         return None
@@ -236,7 +229,7 @@ def k3_is_large(steps: Sequence[Step]) -> Alarm | None:
 
 
 def mean_ratio_is_off(steps: Sequence[Step]) -> Alarm | None:
-    """The mean of trainer / sampler is 1 for correct log-probs, whatever the rounding."""
+    """Alarm if the mean of trainer / sampler is not 1. For correct log-probs it is 1, whatever the rounding."""
     recent = steps[-RATIO_STEPS:]
     ratios = [step.ratio for step in recent if step.ratio is not None]
     if not ratios or any(step["mismatch/ess_token"] < LOW_ESS for step in recent):
@@ -250,7 +243,7 @@ def mean_ratio_is_off(steps: Sequence[Step]) -> Alarm | None:
 
 
 def wrong_mean(ratio: MeanRatio) -> str:
-    """Says that the mean ratio is too far from 1 for its error; empty where it is not."""
+    """Returns a sentence if the mean ratio is too far from 1 for its standard error, else an empty string."""
     values = {name: float(value) for name, value in ratio.summary().items()}
     mean, error = values[""], values["/error"]
     if not abs(mean - 1) > max(RATIO_ERRORS * error, RATIO_DISTANCE):
@@ -259,7 +252,7 @@ def wrong_mean(ratio: MeanRatio) -> str:
 
 
 def effective_sample_size_is_low(steps: Sequence[Step]) -> Alarm | None:
-    """Importance weights would use less than half of the batch."""
+    """Alarm if importance weights would use less than half of the batch."""
     ess = median(steps[-RECENT:], "mismatch/ess_token")
     if not ess < LOW_ESS:
         return None
@@ -268,10 +261,10 @@ def effective_sample_size_is_low(steps: Sequence[Step]) -> Alarm | None:
 
 
 def gradient_norm_falls(steps: Sequence[Step]) -> Alarm | None:
-    """The gradient norm fell within the last steps, and the reward did not rise; Miles saw it before a collapse.
+    """Alarm if the gradient norm fell in the last steps and the reward did not rise; Miles saw it before a collapse.
 
-    A gradient also gets smaller where prompts are learned, because groups of equal rewards have none: the reward then
-    rises. Rewards that are missing or not finite do not decide; a norm that is not finite is not a fall.
+    The gradient also gets smaller if prompts are learned, because groups of equal rewards have none; the reward then
+    rises. Rewards that are missing or not finite do not prevent the alarm; a norm that is not finite is not a fall.
     """
     before, after = (_values(part, "grad_norm") for part in (steps[-KEPT:-WINDOW], steps[-WINDOW:]))
     if not np.median(after) < NORM_FALL * np.median(before):
@@ -284,9 +277,9 @@ def gradient_norm_falls(steps: Sequence[Step]) -> Alarm | None:
 
 
 def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
-    """The gradient norm of the last steps is ten times that of the first, and no reward rose.
+    """Alarm if the gradient norm of the last steps is ten times that of the first steps, and the reward did not rise.
 
-    A norm that is missing decides nothing; where a reward is, the alarm says so.
+    If the norm is missing, there is no alarm; if a reward is missing, the alarm says so.
     """
     parts = steps[:-WINDOW][:WINDOW], steps[-WINDOW:]
     before, after = (_values(part, "grad_norm") for part in parts)
@@ -306,7 +299,7 @@ def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
 
 
 def gradient_is_zero(steps: Sequence[Step]) -> Alarm | None:
-    """The gradient norm of the last steps is exactly 0."""
+    """Alarm if the gradient norm of the last steps is exactly 0."""
     if _values(steps[-WINDOW:], "grad_norm").any():  # NaN counts as True
         return None
     detail = f"the gradient norm is 0 in the last {WINDOW} steps: nothing is learned"
@@ -317,7 +310,7 @@ def gradient_is_zero(steps: Sequence[Step]) -> Alarm | None:
 
 
 def reward_collapses(steps: Sequence[Step]) -> Alarm | None:
-    """The reward of the last steps is below half of its best, by three standard errors."""
+    """Alarm if the last reward is below half of the best reward, and lower by more than three standard errors."""
     rewards = _values(steps, "reward/mean")
     rewards[~np.isfinite(rewards)] = math.nan
     windows = sliding_window_view(rewards, WINDOW)
@@ -334,7 +327,7 @@ def reward_collapses(steps: Sequence[Step]) -> Alarm | None:
 
 
 def responses_are_truncated(steps: Sequence[Step]) -> Alarm | None:
-    """More responses than in the first steps reach the limit of their length."""
+    """Alarm if more responses than in the first steps reach the length limit."""
     first, last = (median(part, "response/truncated") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
     if not (last > TRUNCATED and last - first > TRUNCATED_RISE):
         return None
@@ -344,7 +337,7 @@ def responses_are_truncated(steps: Sequence[Step]) -> Alarm | None:
 
 
 def responses_grow(steps: Sequence[Step]) -> Alarm | None:
-    """Responses are much longer than in the first steps."""
+    """Alarm if responses are much longer than in the first steps."""
     first, last = (median(part, "response/length") for part in (steps[: 2 * RECENT], steps[-RECENT:]))
     if not last > LENGTH_RISE * first:
         return None
@@ -353,7 +346,7 @@ def responses_grow(steps: Sequence[Step]) -> Alarm | None:
 
 
 def log_probs_are_missing(steps: Sequence[Step]) -> Alarm | None:
-    """Trained tokens without a finite log-prob on one side."""
+    """Alarm if trained tokens have no finite log-prob on one side."""
     missing, finite = steps[-1]["nonfinite"], steps[-1]["mismatch/tokens"]
     share = missing / max(missing + finite, 1)
     if not share > MISSING:
@@ -369,12 +362,12 @@ def clearly_above(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _values(steps: Sequence[Step], name: str) -> np.ndarray:
-    """Returns a metric, (steps,) float64; NaN where a step does not have it."""
+    """Returns a metric, (steps,) float64; NaN if a step does not have it."""
     return np.array([step[name] for step in steps], np.float64)
 
 
 def median(steps: Sequence[Step], name: str) -> float:
-    """Returns the median of a metric; NaN where a step does not have it."""
+    """Returns the median of a metric; NaN if any step does not have it."""
     values = sorted(step[name] for step in steps)
     return math.nan if any(map(math.isnan, values)) else (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 

@@ -1,4 +1,4 @@
-"""The first sign of a collapse in the steps of a run, and how far back its policy may be trusted. Pure functions."""
+"""The first sign of a collapse in the steps of a run, and the newest policy before it to trust. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WATCHED: dict[str, Watched] = {
     "k3-large": "mismatch",
     "undelivered": "mismatch",
 }
-"""Alarms of the monitor that are a sign, and what is watched by them."""
+"""Alarm of the monitor that is a sign of a collapse -> what it watches."""
 LEVEL_99 = 2.576
-"""Standard errors of a 99% interval: every evaluation is compared with the best one so far."""
+"""Standard errors of a 99% interval; 99%, because every evaluation is compared with the best one so far."""
 
 
 class Evaluation(NamedTuple):
@@ -32,22 +32,19 @@ class Evaluation(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """A sign of a collapse: what was judged, the name of the rule, and what it found.
+    """A sign of a collapse."""
 
-    healthy: the newest step whose policy it does not put in doubt; 0: the policy before training.
-    """
-
-    watched: Watched
-    name: str
-    text: str
-    healthy: int
+    watched: Watched  # what was judged
+    name: str  # the rule
+    text: str  # what the rule found
+    healthy: int  # the newest step whose policy is not in doubt; 0: the policy before training
 
 
 def first_sign(steps: Sequence[Step], on: Collection[str]) -> Sign | None:
-    """Returns the first alarm at the last of the steps that is watched.
+    """Returns the first watched alarm that the last of the steps raises, as a sign, or None.
 
-    Its rule needs up to `WINDOW` steps to see anything, so that policies are trusted up to `WINDOW` steps before. An
-    alarm that holds since the first step that its rule can judge is of the setup, not of training: it is left out.
+    A rule needs up to `WINDOW` steps to see a fault, so policies are trusted up to `WINDOW` steps before the sign. An
+    alarm at every step that its rule could judge comes from the setup, not from training, and is left out.
     """
     for alarm in alarms(steps):
         watched = WATCHED.get(alarm.name)
@@ -63,10 +60,10 @@ def trusted_step(steps: Sequence[Step]) -> int:
 
 
 def needed_snapshots(snapshots: Sequence[int], trusted: int, *others: int, every: int = 1) -> set[int]:
-    """Returns the steps of those snapshots that a return may need.
+    """Returns the steps of the snapshots that a return may need.
 
-    These are the ones after the `trusted` step, which not every rule has had the time to judge, at multiples of
-    `every`, the last one before them, and the last one before each of the `others`; the oldest one where none is.
+    They are the snapshots after the step `trusted` (not every rule has judged those steps) at multiples of `every`, the
+    last one up to `trusted`, and the last one up to each of the `others`; if there is none, the oldest snapshot.
     """
     newest = {step for step in snapshots if step > trusted and step % every == 0}
     oldest = min(snapshots, default=0)
@@ -74,7 +71,7 @@ def needed_snapshots(snapshots: Sequence[int], trusted: int, *others: int, every
 
 
 def _since_the_start(name: str, steps: Sequence[Step]) -> bool:
-    """Whether each prefix of the steps that the rule can judge raises the alarm `name`."""
+    """Returns whether every step so far, at most `WINDOW`, that the rule can judge raised the alarm `name`."""
     if len(steps) > WINDOW:
         return False
     judged = (alarms(steps[: count + 1]) for count in range(RECENT - 1, len(steps)))
@@ -82,7 +79,7 @@ def _since_the_start(name: str, steps: Sequence[Step]) -> bool:
 
 
 def accuracy_falls(evaluations: Sequence[Evaluation]) -> Sign | None:
-    """The last evaluation is below the best one: the 99% interval of the difference excludes 0 (Newcombe 1998)."""
+    """Returns a sign if the last evaluation is below the best: the fall's 99% interval (Newcombe 1998) excludes 0."""
     best, last = max(evaluations, key=lambda one: one.accuracy), evaluations[-1]
     if not least_fall(best.accuracy, last.accuracy, last.problems, LEVEL_99) > 0:
         return None

@@ -1,15 +1,16 @@
-"""The curves of known scalars: what a framework logs under which name (`scalars.csv`), and its values in a run.
+"""Finds the known scalars of a run by the names that frameworks log (`scalars.csv`), and contradictory means.
 
-Some logged means exclude each other: no log-probs have both, so that one is not what its name says.
+Some logged means contradict each other: no log-probs can have both, so one of them is not what its name says.
 
-With d = log-prob of the trainer - that of the sampler, r = mean exp(d), a = mean |d|, k1 = -mean d, k2 = mean d^2 / 2
-and k3 = mean (exp(d) - 1 - d), all over the same tokens with the same weights, Jensen's inequality gives
+With d = log-prob of the trainer - log-prob of the sampler, r = mean exp(d), a = mean |d|, k1 = -mean d,
+k2 = mean d^2 / 2 and k3 = mean (exp(d) - 1 - d), all over the same tokens with the same weights, Jensen's inequality
+gives
 
     mean d <= ln r      so  k3 >= r - 1 - ln r  and  a >= -ln r         (exp is convex; |d| >= -d)
     exp(-k1) <= r       so  k3 >= exp(-k1) - 1 + k1,  k2 >= k1^2 / 2,  a >= |k1|
     mean exp(|d|) >= max(r, 1 / r)   and   mean exp(|d|) >= 1 + k3      (exp(|d|) >= exp(d) - d for every d)
 
-Those from r also hold where r is a mean of weights truncated at c >= 1: with d' = min(d, ln c), whose mean weight r is,
+The bounds from r also hold if r is a mean of weights truncated at c >= 1. With d' = min(d, ln c), r = mean exp(d'), and
 exp(d) - 1 - d >= exp(d') - 1 - d', |d| >= -d' and exp(|d|) >= max(exp(d'), exp(-d')) for every token.
 """
 
@@ -32,24 +33,23 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Scalar:
-    """A row of `scalars.csv`: what a framework logs under a name; prefixes before it are ignored.
+    """A row of `scalars.csv`: what a framework logs under a name.
 
-    quantity: the common name, one of `K3` and `METRICS` or ratio_mean, ratio_max, prob_difference, entropy, other.
-    formula: with p and q, the log-probs of trainer and sampler, and d = p - q. over: what it is a mean over, tokens or
-    responses, where it can be held against others with the same word; empty where other tokens or weights may be in it.
-    note: what else a reader of the number must know. source: the file that computes it.
+    quantity: the common name, a key of `K3` or `METRICS`, or ratio_mean, ratio_max, prob_difference, entropy, other.
+    over: "tokens" or "responses" if it is a mean that can be compared with other means over the same; empty if other
+    tokens or weights may be in it.
     """
 
     framework: str
-    name: str
+    name: str  # without the prefixes that loggers add
     quantity: str
-    formula: str
-    source: str
+    formula: str  # p and q are the log-probs of trainer and sampler, d = p - q
+    source: str  # the file that computes it
     over: str = ""
-    note: str = ""
+    note: str = ""  # what else a reader of the number must know
 
 
-# `value * value`, since `value**2` raises an error where it is too large.
+# `value * value`, since `value**2` raises an error if it is too large.
 K3: Mapping[str, tuple[str, Callable[[float], float]]] = {
     "k3": ("", lambda value: value),
     "k1": ("the same expectation as k3, with more noise", abs),
@@ -60,25 +60,22 @@ K3: Mapping[str, tuple[str, Callable[[float], float]]] = {
         lambda value: (value - 1) * (value - 1) / 2,
     ),
 }
-"""Quantities that measure the mismatch, the best first: what k3 is in relation to it, and k3 itself for small d."""
+"""Quantity that measures the mismatch, the best first -> (its relation to k3, k3 computed from it for small d)."""
 
 _EVALUATION = {"eval", "val", "validation", "test"}
 ROUNDING, FACTOR = 5e-3, 2.0
-"""Room for values that were logged with two decimals, and for sums of other precision."""
+"""Tolerance, absolute and relative, for values logged with two decimals and for sums in another precision."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over the steps that have it.
-
-    values: the finite ones. not_finite: the number of others. ends_not_finite: whether the last of all is one of them.
-    """
+    """A scalar over the steps that have it."""
 
     scalar: Scalar
     logged_as: str
-    values: tuple[float, ...]
-    not_finite: int
-    ends_not_finite: bool
+    values: tuple[float, ...]  # only the finite values
+    not_finite: int  # number of the other values
+    ends_not_finite: bool  # whether the last value is not finite
 
     @property
     def first(self) -> float:
@@ -99,10 +96,10 @@ def known_scalars() -> tuple[Scalar, ...]:
 
 
 def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
-    """Returns the framework that most names of a mismatch belong to, and the curves of all scalars it logs.
+    """Returns the framework that most logged names of a mismatch belong to, and the curves of all its scalars.
 
-    Without a mismatch it is the framework with most characters in the names: long ones belong to one framework. Of
-    equals it is then the later one, because a `grad_norm` alone is that of transformers and not of `Monitor`.
+    Without a mismatch, it is the framework whose logged names have the most characters, because a long name belongs to
+    one framework only. A tie then goes to the later framework: a `grad_norm` alone is from transformers, not `Monitor`.
     """
     logged = list(dict.fromkeys(name for row in rows for name in row))
     found: Counter[str] = Counter()
@@ -123,7 +120,7 @@ def curves_of(rows: Sequence[Row]) -> tuple[str, tuple[Curve, ...]]:
 
 
 def best_mismatch(curves: Iterable[Curve]) -> Curve | None:
-    """Returns the curve that k3 follows from best."""
+    """Returns the curve from which k3 can be computed best, or None."""
     order = list(K3)
     measuring = (curve for curve in curves if curve.scalar.quantity in K3)
     return min(measuring, key=lambda curve: order.index(curve.scalar.quantity), default=None)
@@ -135,9 +132,9 @@ def _curve(scalar: Scalar, name: str, values: Sequence[float]) -> Curve:
 
 
 def _is(scalar: Scalar, logged: str) -> bool:
-    """Returns whether a logged name is that of the scalar; loggers, users and the CSV files of W&B add prefixes.
+    """Returns whether a logged name is the scalar's, with or without a prefix from loggers, users or W&B's CSV files.
 
-    A prefix of an evaluation, as in `eval/completions/mean_length`, makes it another scalar.
+    With a prefix of an evaluation, as in `eval/completions/mean_length`, it is another scalar.
     """
     if logged == scalar.name:
         return True
@@ -170,9 +167,9 @@ INEQUALITIES = (
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Two logged figures that exclude each other at `count` steps, first at `step`, where `figure` has `value`.
+    """Two logged means, `figure` and `other`, that contradict each other at `count` steps, first at `step`.
 
-    It would have to be `least` by `inequality`, since `other` has `other_value`.
+    At that step `other` is `other_value`, so `figure` must be at least `least` (`inequality`), but it is `value`.
     """
 
     figure: str
@@ -195,7 +192,7 @@ class Contradiction:
 
 
 def contradictions(rows: Sequence[Row], curves: Sequence[Curve]) -> Iterator[Contradiction]:
-    """Yields the pairs of curves that exclude each other. Only means over the same tokens are compared (`over`)."""
+    """Yields the pairs of curves that contradict each other. Only means over the same tokens are compared (`over`)."""
     for rule in INEQUALITIES:
         pairs = (
             (one.logged_as, two.logged_as)
@@ -216,7 +213,7 @@ def _is_broken(row: Row, figure: str, other: str, rule: Inequality) -> bool:
     value, of = (row.get(name, math.nan) for name in (figure, other))
     if not (math.isfinite(value) and math.isfinite(of)) or (rule.other == "ratio_mean" and of <= 0):
         return False
-    base = 1.0 if rule.figure == "mult_prob_error" else 0.0  # its value for equal log-probs
+    base = 1.0 if rule.figure == "mult_prob_error" else 0.0  # the value of `figure` for equal log-probs
     try:
         least = rule.least(of)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""A callback for transformers' trainers, TRL's among them: the monitor's alarms from what the trainer logs."""
+"""A callback for trainers of transformers and TRL: raises the monitor's alarms from the scalars that they log."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class LogAlarms(TrainerCallback):
         from trimtab.monitor.log_alarms import LogAlarms
         trainer = GRPOTrainer(..., callbacks=[LogAlarms()])
 
-    on_alarm: is called with each alarm, once by name; by default it is a `TrimtabWarning`. Set `logging_steps=1`:
-    alarms compare steps. TRL logs the mismatch (`sampling/sampling_logp_difference/mean`) where vLLM samples; elsewhere
-    the alarms are those of length, truncation, reward and gradient norm.
+    on_alarm: called with each alarm, once per name; by default, it issues a `TrimtabWarning`. Set `logging_steps=1`,
+    because alarms compare steps. If vLLM samples, TRL logs the mismatch (`sampling/sampling_logp_difference/mean`);
+    otherwise only length, truncation, reward and gradient norm are judged.
     """
 
     def __init__(self, on_alarm: Callable[[Alarm], None] = warn) -> None:
@@ -32,7 +32,7 @@ class LogAlarms(TrainerCallback):
         self._raised: set[str] = set()
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Judges the step. Logs without a known scalar, such as those of an evaluation, are left out."""
+        """Judges the step. Logs without a known scalar, such as those of an evaluation, are ignored."""
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
         curves = curves_of([numbers])[1]
         step = step_of({**numbers, "step": state.global_step}, best_mismatch(curves), metric_names(curves))

@@ -22,20 +22,20 @@ from trimtab.objectives import Metrics, mismatch
 class MeanRatio(Mergeable):
     """The mean of the ratio trainer/sampler with its standard error over responses.
 
-    E_sampler[trainer / sampler] = 1 for the log-probs of the distribution that was sampled, whatever its rounding.
-    Sums over responses of e, the sum of ratio - 1 over the trained tokens of a response, and n, their number.
+    E_sampler[trainer / sampler] = 1 if the sampler reports log-probs of the distribution it samples from, whatever its
+    rounding. The fields are sums over responses; e is the sum of ratio - 1 over a response's n trained tokens.
     """
 
     excess: Tensor  # e
     tokens: Tensor  # n
-    excess_square: Tensor
-    excess_tokens: Tensor
-    tokens_square: Tensor
-    responses: Tensor
+    excess_square: Tensor  # e^2
+    excess_tokens: Tensor  # e n
+    tokens_square: Tensor  # n^2
+    responses: Tensor  # 1 if n > 0
 
     @classmethod
     def of(cls, log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> MeanRatio:
-        """Returns the sums of log-ratios that are 0 where the mask is False."""
+        """Returns the sums. log_ratio: must be 0 where the mask is False."""
         e = ratio_excess(log_ratio.double()).sum(1)
         n = mask.sum(1).double()
         return cls(total(e), total(n), total(e * e), total(e * n), total(n * n), total(n > 0))
@@ -55,9 +55,9 @@ def step_metrics(
 ) -> Metrics:
     """Returns the statistics of a batch.
 
-    means: values (batch,), or (batch, time) of which the trained tokens count, by the name of their mean; None is left
-    out. Trained tokens without a finite log-prob, or one of the sampler that stands for none (below -100), are left out
-    and counted. Raises `ValueError` for what is not a tensor, or of another shape, kind of number or device.
+    means: name -> values to average, (batch,), or (batch, time) over trained tokens; None is left out. A trained token
+    is left out and counted if a log-prob is not finite, or if the sampler's is below -100, which stands for a missing
+    one. Raises `ValueError` if a value is not a tensor, or has another shape, kind of number or device.
     """
     check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout)
     finite = mask & torch.isfinite(logp_train) & torch.isfinite(nan_below_minimum(logp_rollout))
@@ -77,7 +77,7 @@ def step_metrics(
 
 
 def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> Metrics:
-    """Returns the metrics of all ranks merged, in one collective. Every rank has the same names."""
+    """Returns the metrics merged over all ranks, in one collective. Every rank must pass the same names."""
     tensors = [getattr(part, field.name) for part in metrics.parts.values() for field in fields(part)]
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
     gathered = flat.new_empty(dist.get_world_size(group) * flat.numel())

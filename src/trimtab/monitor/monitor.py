@@ -28,7 +28,7 @@ from trimtab.objectives import Metrics
 from trimtab.text import json_value
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "fail")
-"""From the best to the worst; `monitor/verdict` is the index."""
+"""From the best to the worst; `monitor/verdict` is the index of a status here."""
 STOPPED = 3
 """Exit status of a process that `stop_on` has stopped."""
 
@@ -42,20 +42,20 @@ class Monitor:
 
     out: a folder for `metrics.jsonl` (one object per step) and `sample.jsonl` (which `trimtab diagnose` reads), both
         written at every step; None writes nothing.
-    on_alarm: is called with each alarm; by default it is a `TrimtabWarning`.
-    sample_tokens: trained tokens of the sample, on each rank.
-    process_group: the ranks whose parts are merged, in one collective a call; None is the default group where
+    on_alarm: called with each alarm; by default, it issues a `TrimtabWarning`.
+    sample_tokens: number of trained tokens in the sample, on each rank.
+    process_group: the ranks whose batches are merged, with one collective per call; None: the default group, if
         `torch.distributed` is initialized at the first call.
-    merge_ranks: False measures each rank alone, without a collective, where ranks do not call alike.
-    stop_on: what stops the training, of "reward", "ess", "length" and "mismatch": at the first sign of a collapse
-        `observe` raises `GuardStop`, and again whenever it is called. It says what was seen, and the newest step that
-        is not in doubt. A script that does not catch it prints this line and exits with status 3; a Ray worker passes
-        it on to its driver, which does so, too, if it has such a monitor, and has no handler of its own.
+    merge_ranks: False measures each rank alone, without a collective, for ranks that do not make the same calls.
+    stop_on: what stops the training, from "reward", "ess", "length" and "mismatch": at the first sign of a collapse,
+        `observe` raises `GuardStop`, and so does every later call. The message says what was seen, and the newest step
+        that is not in doubt. A script that does not catch the error prints the message and exits with status 3. A Ray
+        worker passes the error on to its driver, which exits likewise if it also has such a monitor and no handler.
 
-    Memory does not grow with the number of steps. An alarm is raised once, again when it gets worse, and when its
-    reason comes back after 20 steps. A monitor that is still open when the process ends closes itself. A second trainer
-    may have the same monitor: a step below the one before begins a new run, with alarms and a sample of its own. Where
-    `out` has the files of an earlier run or process, they stay, and a folder beside it is written (`logs_2`).
+    Memory does not grow with the number of steps. An alarm is raised once, again if it gets worse, and again if it
+    comes back after 20 steps. A monitor that is still open when the process ends closes itself. A second trainer may
+    use the same monitor: a step below the previous one begins a new run, with its own alarms and sample. If `out` has
+    files of an earlier run or process, they stay, and a folder beside it is written (`logs_2`).
     """
 
     def __init__(
@@ -106,14 +106,15 @@ class Monitor:
     ) -> dict[str, float]:
         """Adds a batch or micro-batch of a step, and returns the metrics of that step so far, for a logger.
 
-        logp_train: of the weights before the update. logp_rollout: as the sampler reported it. mask: the trained
-            tokens, bool.
+        logp_train: the trainer's log-probs, from the weights before the update. logp_rollout: the log-probs that the
+            sampler reported. mask: the trained tokens, bool.
         version: of the weights that sampled, in the unit of `step`: one number, (batch,) or (batch, time).
         group: (batch,) the number of the prompt. reward, advantage, truncated (bool): (batch,).
-        response_ids: (batch, time). grad_norm: that of the step before.
+        response_ids: (batch, time). grad_norm: the gradient norm of the previous step.
 
-        Alarms are judged when a step is complete: at the first call of the next one. All ranks call it alike. Raises
-        `ValueError` for another type, shape or device, `TrimtabError` if it cannot write, `GuardStop` for `stop_on`.
+        A step is judged when it is complete: at the first call for the next step. All ranks must make the same calls.
+        Raises `ValueError` for a wrong type, shape or device, `TrimtabError` if a file cannot be written, and
+        `GuardStop` for `stop_on`.
         """
         step = _whole("step", step)
         check_batch(mask, **{"logp_train": logp_train, "logp_rollout": logp_rollout, "response_ids": response_ids})
@@ -148,7 +149,7 @@ class Monitor:
         return dict(metrics)
 
     def _open_run(self, step: int) -> None:
-        """Begins another run at a step below the one before. Raises `GuardStop` where a sign was seen in this one."""
+        """Begins a new run if the step is below the previous one. Raises `GuardStop` if a sign was seen in this run."""
         if self._history.count and step < self._history.newest[-1].number:
             self.close()
             self._begin_run()
@@ -165,7 +166,7 @@ class Monitor:
 
     @property
     def steps(self) -> list[Step]:
-        """The finished steps that the rules read: the first ones, the newest ones, and those of the best reward."""
+        """The finished steps that the rules read: the first, the newest, and the window of the best reward."""
         return self._history.steps()
 
     @property
@@ -195,11 +196,11 @@ class Monitor:
             atexit.unregister(self._close_at_exit)
             self._write_sample(self._out, whole=True)
             if self._distributed:
-                dist.barrier(self._group)  # The sample is complete with the files of all ranks.
+                dist.barrier(self._group)  # The sample is complete when all ranks have written.
         return self.verdict
 
     def _close_at_exit(self) -> None:
-        # Ranks do not end together: a collective could wait for ever.
+        # Ranks do not end together: a collective could hang.
         if not self._distributed:
             self.close()
         elif self._current is not None:
@@ -254,7 +255,7 @@ class Monitor:
 
 
 def checked_signs(names: Collection[str]) -> tuple[str, ...]:
-    """Returns names of what can be watched. Raises `TrimtabError` for others."""
+    """Returns the names as a tuple. Raises `TrimtabError` for a name that cannot be watched."""
     known = set(WATCHED.values())
     for name in (names,) if isinstance(names, str) else names:
         if name not in known:
@@ -263,7 +264,7 @@ def checked_signs(names: Collection[str]) -> tuple[str, ...]:
 
 
 def exit_when_stopped() -> None:
-    """Makes a `GuardStop` that nothing catches end this process with its line, without a traceback, and status 3."""
+    """Makes an uncaught `GuardStop` end this process with its message, without a traceback, and with status 3."""
     before = sys.excepthook
     if getattr(before, "exits_when_stopped", False):
         return
@@ -273,18 +274,18 @@ def exit_when_stopped() -> None:
             before(kind, error, where)
             return
         traceback.print_exception(GuardStop, GuardStop(str(error)), None)
-        raise SystemExit(STOPPED)  # Where the hook raises it, Python ends as if the script had.
+        raise SystemExit(STOPPED)  # Raised here, it ends Python as if the script had raised it.
 
     hook.exits_when_stopped = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
 def _new_folder(folder: Path) -> Path:
-    """Returns a folder without files of an earlier run, which stay as they are: this one, or one beside it."""
+    """Returns a folder without files of an earlier run: the given one, or a new one beside it."""
     new, number = folder, 1
     while any(new.glob("metrics.jsonl")) or any(new.glob("sample*.jsonl")):
         number += 1
-        new = folder.with_name(f"{folder.name}_{number}")  # `trimtab diagnose` reads all that is in a folder
+        new = folder.with_name(f"{folder.name}_{number}")  # `trimtab diagnose` reads every file of a folder
     with readable_errors(new):
         new.mkdir(parents=True, exist_ok=True)
     return new
@@ -319,6 +320,6 @@ def _number(grad_norm: float) -> float:
 
 def warn(alarm: Alarm) -> None:
     """Warns of an alarm in one line."""
-    # The line of the training loop: behind `_finish`, `observe` and the decorator of `observe`. Behind `LogAlarms` it
-    # is one of transformers, which calls that.
+    # Level 5 is the line of the training loop, outside `_finish`, `observe` and its decorator. For `LogAlarms`, it is
+    # a line of transformers, which calls the callback.
     warnings.warn(f"step {alarm.step}: {alarm.name}: {alarm.text}", TrimtabWarning, stacklevel=5)

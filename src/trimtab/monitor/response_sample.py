@@ -17,19 +17,19 @@ from trimtab.text import json_value
 
 
 class _Response(NamedTuple):
-    """A response in the order of its file. trained: the number of its trained tokens. line: its columns as JSON."""
+    """A kept response. In the file, responses are sorted by these fields."""
 
     step: int
-    drawn: float
-    trained: int
-    line: str
+    drawn: float  # its random number
+    trained: int  # number of its trained tokens
+    line: str  # its columns as JSON
 
 
 class ResponseSample:
     """Keeps whole responses with about `limit` trained tokens.
 
-    Every response draws a number; those with the smallest are kept (bottom-k sampling), so that each response observed
-    has the same chance, whichever step it is of.
+    Every response draws a random number, and those with the smallest numbers are kept (bottom-k sampling). So each
+    observed response has the same chance, whichever step it is from.
     """
 
     def __init__(self, limit: int, seed: int) -> None:
@@ -37,13 +37,13 @@ class ResponseSample:
         self._random = np.random.default_rng(seed)
         self._threshold = 1.0
         self._kept: list[_Response] = []
-        self._tokens = 0  # trained ones of all that are kept
-        self._written: int | None = None  # responses in the file; None where it has to be written anew
+        self._tokens = 0  # trained tokens of all kept responses
+        self._written: int | None = None  # responses in the file; None if it must be rewritten
 
     def add(self, mask: Bool[Tensor, "batch time"], columns: Mapping[str, Any]) -> None:
-        """Adds responses. columns: (batch, time), (batch,), or one value for all; None is left out. `step` is a number.
+        """Adds responses. columns: (batch, time), (batch,), or one value for all, as for `step`; None is left out.
 
-        A response ends with its last trained token. Only those that are kept are copied from the device.
+        A response ends with its last trained token. Only the kept responses are copied from the device.
         """
         drawn = self._random.random(len(mask))
         chosen = np.flatnonzero(drawn < self._threshold)
@@ -58,7 +58,7 @@ class ResponseSample:
                 rows[name] = _by_response(values, chosen)
         trained = tokens["loss_mask"]
         ends = (trained * np.arange(1, trained.shape[1] + 1)).max(1, initial=0)
-        for row in np.flatnonzero(ends):  # A response without a trained token is none.
+        for row in np.flatnonzero(ends):  # Responses without a trained token are left out.
             record = {name: column[row, : ends[row]] for name, column in tokens.items()}
             record |= {name: column[row] for name, column in rows.items()}
             line = json.dumps(json_value(record)) + "\n"
@@ -83,7 +83,7 @@ class ResponseSample:
         self._written = len(self._kept)
 
     def flush(self, path: Path) -> None:
-        """Adds what came since to the file. It is written anew, which becomes rare, where responses were dropped."""
+        """Appends the new responses to the file, or rewrites it if responses were dropped, which becomes rare."""
         if self._written is None:
             self.write(path)
             return

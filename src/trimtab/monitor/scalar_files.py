@@ -20,20 +20,20 @@ STEP = (
     *("step", "global_step", "training_step", "training/global_step", "train/global_step", "trainer/global_step"),
     *("system/global_step", "progress/batch", "train/step", "rollout/step", "_step", "Step"),
 )
-"""Names of the step counter, first found first."""
+"""Names of the step counter; the first one that a row has is used."""
 _LONGEST_NAME = 500
-"""Characters of a name; objects nested more deeply hold no scalars."""
+"""Most characters of a name; objects nested more deeply are ignored."""
 _TENSORBOARD = {"Wall time", "Step", "Value"}
-"""The columns of the CSV of one curve."""
+"""The columns of the CSV file that TensorBoard exports for one curve."""
 _STATE, _EVENTS, _HISTORY = "trainer_state.json", "events.out.tfevents*", "log_history"
 
 
 def find_scalars(path: Path) -> Path:
     """Returns the file of scalars, or the folder of TensorBoard events, that `path` names.
 
-    A folder of a trainer of transformers is its trainer_state.json or that of its newest checkpoint, whichever has more
-    steps; another folder is the one file, or folder of events, in it whose scalars are known. Raises `TrimtabError`
-    where there is none or more than one.
+    In a folder of a transformers trainer, it is trainer_state.json, or that of the newest checkpoint if it has more
+    steps. In another folder, it is the only file, or folder of events, with known scalars. Raises `TrimtabError` if
+    there is none, or more than one.
     """
     if not path.is_dir() or any(path.glob(_EVENTS)):
         return path
@@ -52,11 +52,11 @@ def find_scalars(path: Path) -> Path:
 
 
 def read_scalars(path: Path) -> list[Row]:
-    """Returns the numbers of each step in the order of the file, with its number as `step`.
+    """Returns a row of numbers for each step, in the order of the file, with the number of the step as `step`.
 
     path: JSON lines, a JSON array of objects, a trainer_state.json, a CSV table (as W&B exports it), each gzipped or
-    not, or a folder of TensorBoard events. Values of one step that were logged one after the other are one row. The
-    last line of JSON lines may be unfinished. Raises `TrimtabError` for a file that is none of these.
+    not, or a folder of TensorBoard events. Consecutive rows of the same step are merged into one. The last line of JSON
+    lines may be unfinished. Raises `TrimtabError` for a file that is none of these.
     """
     if path.is_dir():
         return _merged(_events(path), path)
@@ -95,7 +95,7 @@ def _table(text: str) -> list[dict[str, Any]]:
 
 
 def _name_in(path: Path) -> str:
-    """Returns the known scalar that the name of TensorBoard's CSV ends in, where `_` stands for other signs."""
+    """Returns the known scalar at the end of the name of TensorBoard's CSV, where `_` replaces other characters."""
     stem = path.name.removesuffix(".gz").removesuffix(".csv")
     names = {scalar.name: re.sub(r"\W", "_", scalar.name) for scalar in known_scalars()}
     found = [name for name, plain in names.items() if re.search(rf"(^|[^a-z0-9]){plain}$", stem)]
@@ -108,7 +108,7 @@ def _name_in(path: Path) -> str:
 
 
 def _objects(text: str) -> list[Any]:
-    """Returns the rows of JSON lines, or of the one value that a text holds. Raises `ValueError`."""
+    """Returns the rows of a text of JSON lines, or of one JSON value. Raises `ValueError` for another text."""
     start = text.lstrip()
     if not start:
         return []
@@ -151,7 +151,7 @@ def _numbers(row: Mapping[str, object]) -> Row:
 
 
 def _merged(rows: Iterable[Row], path: Path) -> list[Row]:
-    """Joins neighbors with the same step; rows without a step are numbered."""
+    """Merges consecutive rows of the same step; rows without a step are numbered."""
     merged: list[dict[str, float]] = []
     for number, row in enumerate(rows, start=1):
         counter = next((name for name in STEP if name in row), None)

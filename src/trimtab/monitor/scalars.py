@@ -36,7 +36,7 @@ METRICS = {
     "age": "age",
     "reward": "reward/mean",
 }
-"""Names of quantities in the rules of the monitor."""
+"""Quantity -> name of its metric in the rules of the monitor."""
 LIMITS = (
     "Scalars are means over the tokens of a step: they show when a mismatch grew, not in which tokens and not why. "
     "`trimtab diagnose` names the cause from the log-probs of a few thousand tokens."
@@ -47,25 +47,25 @@ HOW = {
     "miles": "with --get-mismatch-metrics",
     "slime": "with --get-mismatch-metrics",
 }
-"""How a framework is made to log the mismatch, where it does not always."""
+"""Framework -> how to make it log the mismatch, if it does not always do so."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A step counter that went back. before, after: k3 of the step before it and of the first one after it."""
+    """A step at which the step counter went back."""
 
     step: int
-    before: float
-    after: float
+    before: float  # k3 of the step before
+    after: float  # k3 of this step
 
 
 @dataclass(frozen=True)
 class ScalarReport:
-    """What the scalars of a run show. mismatch: the curve that k3 was taken from; None if none measures it."""
+    """What the scalars of a run show."""
 
     framework: str
     steps: int
-    mismatch: Curve | None
+    mismatch: Curve | None  # the curve from which k3 was computed; None if no scalar measures the mismatch
     curves: tuple[Curve, ...]
     alarms: tuple[Alarm, ...]
     restarts: tuple[Restart, ...]
@@ -73,7 +73,7 @@ class ScalarReport:
 
     @property
     def not_judged(self) -> str:
-        """Says that all or some of the rules for what is logged need more steps; empty where all were asked."""
+        """A sentence if some rules for the logged metrics, or all, need more steps; empty if all rules were applied."""
         names = {"mismatch/k3"} if self.mismatch else set()
         names |= {METRICS[one.scalar.quantity] for one in self.curves if one.scalar.quantity in METRICS}
         needed = [rule.steps for rule in RULES if rule.metric in names]
@@ -88,7 +88,7 @@ class ScalarReport:
 
 
 def without_sample(alarm: Alarm) -> Alarm:
-    """Returns an alarm whose advice asks for log-probs, where no monitor has kept a sample of them."""
+    """Returns the alarm with advice to collect log-probs, because no monitor has kept a sample of them."""
     advice = alarm.next_step.replace(DIAGNOSE, "run `trimtab diagnose` on log-probs of these steps")
     return replace(alarm, next_step=advice)
 
@@ -96,8 +96,8 @@ def without_sample(alarm: Alarm) -> Alarm:
 def judge(rows: Sequence[Row]) -> ScalarReport:
     """Returns the known scalars of a run and the alarms that `Monitor` would have raised.
 
-    Without a scalar of the mismatch, length, truncation, reward and gradient norm are judged. Raises `TrimtabError`
-    where no scalar is known.
+    If no scalar measures the mismatch, only length, truncation, reward and gradient norm are judged. Raises
+    `TrimtabError` if no scalar is known.
     """
     framework, curves = curves_of(rows)
     mismatch = best_mismatch(curves)
@@ -117,18 +117,18 @@ def judge(rows: Sequence[Row]) -> ScalarReport:
 
 
 def metric_names(curves: Iterable[Curve]) -> dict[str, str]:
-    """Returns the names of the monitor's rules by logged name."""
+    """Returns logged name -> name of the metric in the monitor's rules."""
     return {one.logged_as: METRICS[one.scalar.quantity] for one in curves if one.scalar.quantity in METRICS}
 
 
 def run_metrics() -> dict[str, str]:
-    """Returns the names of the monitor's rules by those of the metrics of a run of this package."""
+    """Returns name of a metric in a run of Trimtab's trainer -> its name in the monitor's rules."""
     table = (scalar for scalar in known_scalars() if scalar.framework == "trimtab")
     return {scalar.name: METRICS[scalar.quantity] for scalar in table if scalar.quantity in METRICS}
 
 
 def steps_of(rows: Iterable[Mapping[str, Any]]) -> list[Step]:
-    """Returns rows of a run's metrics in the names of the rules. A number that is missing or null is left out."""
+    """Returns the rows of a run's metrics as steps, with the names of the rules. Null values are left out."""
     names = run_metrics().items()
     return [
         Step(row["step"], {ours: row[key] for key, ours in names if row.get(key) is not None}, None) for row in rows
@@ -136,9 +136,9 @@ def steps_of(rows: Iterable[Mapping[str, Any]]) -> list[Step]:
 
 
 def step_of(row: Row, mismatch: Curve | None, names: Mapping[str, str]) -> Step | None:
-    """Returns a row in the names of the monitor's rules, which are `names` by logged name.
+    """Returns a row as a step of the monitor's rules. names: logged name -> name in these rules.
 
-    None where the mismatch, or without one every metric of the rules, is missing or not finite.
+    Returns None if the mismatch is missing or not finite or, if no curve measures it, if every other metric is.
     """
     metrics = {name: row[logged] for logged, name in names.items() if logged in row}
     if mismatch is not None:

@@ -78,7 +78,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Completes or removes what a killed process left in `folder`; only for the single process that writes there."""
+    """Completes or removes what a killed process left in `folder`. Only the process that writes there may call it."""
     if not folder.is_dir():
         return
     with readable_errors(folder, "clean up"):
@@ -97,7 +97,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Appends to an open file and flushes it to the disk; on an error the file has its earlier content."""
+    """Appends to an open file and flushes it to the disk; on an error, the file keeps its earlier content."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     try:
         while data:  # a nearly full disk accepts only a part of it

@@ -143,7 +143,7 @@ class RunDirectory:
     def truncate_after(self, step: int) -> None:
         """Removes metrics and trajectory files after `step`, from which a resumed run continues (-1: all).
 
-        Later checkpoints are moved aside; they are damaged, or the run would continue from them.
+        Later checkpoints are moved aside. They are damaged; otherwise the run would continue from them.
         """
         lines = [line for line in self.metrics() if line["step"] <= step]
         self._close_metrics()
@@ -155,7 +155,7 @@ class RunDirectory:
         layout.move_aside_after(self.checkpoint_root, step)
 
     def close(self) -> None:
-        """Releases the directory, when no thread writes there. Idempotent."""
+        """Waits until no thread writes there, then releases the directory. Idempotent."""
         self._thread.shutdown()
         self._close_metrics()
         if self._lock is not None:
@@ -174,7 +174,7 @@ class RunDirectory:
             self._discard_if_unused()
 
     def _discard_if_unused(self) -> None:
-        """Close, after removing the files of a new run that logged no step and wrote no checkpoint of one."""
+        """Closes the directory. Removes the files of a new run without a logged step or a checkpoint after step 0."""
         if self._new and self._last_step is None and not any(map(layout.checkpoint_step, self.checkpoints())):
             for folder in (self.model_folder, self.checkpoint_root):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -240,7 +240,7 @@ def _encode_line(metrics: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Creates a folder and locks it for the block, as a run directory is. Raises `TrimtabError` if that fails."""
+    """Creates a folder and locks it for the block, like a run directory. Raises `TrimtabError` if that fails."""
     with atomic.readable_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     lock = _acquire_lock(folder)

@@ -13,8 +13,8 @@ from trimtab.runs import atomic
 
 CONFIG, METRICS, MODEL, LOCK, PROVENANCE = "config.toml", "metrics.jsonl", "model", ".lock", "provenance.json"
 CHECKPOINTS, TRAJECTORIES, REPORT = "checkpoints", "trajectories", "report.html"
-BEST, RESULT = "best.json", "result.json"  # of the checkpoints; of a run of an experiment
-TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"  # a folder; the id of a run of W&B
+BEST, RESULT = "best.json", "result.json"  # of the best checkpoint; of a run of an experiment
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"  # a folder; a file with the id of the run at W&B
 TRACEBACK = "error.txt"  # of a run of an experiment
 _NAME = re.compile(rf"(?:{re.escape(atomic.REPLACED)})?step-(\d{{6,}})")
 _TRAJECTORY_FILE = re.compile(r"step-(\d+)\.parquet")
@@ -69,10 +69,10 @@ def best_checkpoint(root: Path) -> BestCheckpoint | None:
 
 
 def move_aside_after(root: Path, step: int) -> None:
-    """Renames checkpoints newer than `step`, from which a run continues.
+    """Renames the checkpoints after `step`, from which a run continues.
 
-    Those checkpoints are damaged. They remain as `step-000020.aside` for inspection; under their old name `delete_old`
-    would count them as the newest.
+    They are damaged, and remain as `step-000020.aside` for inspection. Under their old names, `delete_old` would count
+    them as the newest.
     """
     for folder in list_checkpoints(root):
         if checkpoint_step(folder) > step:

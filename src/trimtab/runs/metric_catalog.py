@@ -1,4 +1,4 @@
-"""The catalog of run metrics (description, formula, healthy range, remedy), and what it says of a value.
+"""The catalog of run metrics (description, formula, healthy range, remedy), and functions that judge a value by it.
 
 `metrics.toml` is the single source for the captions and shaded bands of report.html, the verdicts of
 `trimtab diagnose` and the site's page of metrics.
@@ -25,7 +25,7 @@ class ScalePart:
     high: float
     text: str
     low: float = -math.inf  # where typical values start, if that is not the end of the previous range
-    below: str = ""  # the meaning of smaller ones
+    below: str = ""  # the meaning of values below `low`
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Metric:
     high: float | None = None
     ranges: tuple[ScalePart, ...] = ()  # of the whole scale, ascending, for metrics that need more than one bound
     of: str = ""  # another metric; the bounds then apply to the metric divided by it
-    chart: str = ""  # title of the chart in report.html that has it as a curve; metrics of one title share a chart
-    curve: str = ""  # its name there, before the `<name>` that a pattern matched
+    chart: str = ""  # title of its chart in report.html; metrics with the same title share a chart
+    curve: str = ""  # name of its curve there, before the `<name>` that a pattern matched
     log: bool = False  # whether the axis is logarithmic
     bound: str = ""  # key of the recipe whose value is drawn as a level line
     verdict: str = ""  # what a value outside the band means for a run: a role of `report.health`
-    called: str = ""  # the metric in the sentence of a verdict
+    called: str = ""  # name of the metric in the sentence of a verdict
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """What matches the keys that this row documents, with a group for each `<name>`, which has no slash.
+        """The pattern of the keys that this row documents, with a group for each `<name>`; a name has no slash.
 
         `<quantile>` matches q01, q50, ... only.
         """
@@ -94,14 +94,14 @@ def metric(key: str) -> Metric | None:
 
 
 def with_verdict(role: str) -> dict[str, str]:
-    """Returns what the metrics of a role in the verdict of a run are called, by key."""
+    """Returns key -> `called` of the metrics that have a role in the verdict of a run."""
     return {row.key: row.called for part in sections() for row in part.metrics if row.verdict == role}
 
 
 def judge(key: str, value: Any) -> Literal["healthy", "outside", ""]:
-    """Returns the state of the metric `key` at `value` by its healthy band; empty without a band, or a number.
+    """Returns whether `value` is in the healthy band of the metric `key`; empty without a band, or without a number.
 
-    For a row with `of`, `value` is the share.
+    For a row with `of`, `value` is the metric divided by that other metric.
     """
     row = metric(key)
     if row is None or (row.low is None and row.high is None):

@@ -1,4 +1,4 @@
-"""Reads the files of a run, and finds what its guard discarded.
+"""Reads the files of a run, and finds the steps that the guard of the run discarded.
 
 Every error is a `TrimtabError` that names the file and the remedy.
 """
@@ -27,7 +27,7 @@ from trimtab.runs.provenance import read_starts
 T = TypeVar("T")
 EVENT, RETURNS = "guard/event", "guard/returns"
 CONTINUES_FROM = "guard/continues_from"
-"""Metric of the first step after a return: the step whose policy it went on from. Steps between are discarded."""
+"""Metric of the first step after a return of the guard: the step of the restored policy. Steps between are dropped."""
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")
@@ -35,23 +35,20 @@ _SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finis
 
 
 class Return(NamedTuple):
-    """A return: `step` was the first one after it, and went on from the policy of `start`."""
+    """A return of the guard to an earlier policy."""
 
-    step: int
-    start: int
+    step: int  # the first step after the return
+    start: int  # the step of the restored policy
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The files of a run: the resolved recipe, one mapping per step in order, and one per start (provenance.json).
-
-    Metrics that were not finite are None.
-    """
+    """The files of a run."""
 
     path: Path
-    config: Mapping[str, Any]
-    rows: list[dict[str, Any]]
-    starts: Sequence[Mapping[str, Any]] = ()
+    config: Mapping[str, Any]  # the resolved recipe
+    rows: list[dict[str, Any]]  # the metrics of each step, in order; None if a metric was not finite
+    starts: Sequence[Mapping[str, Any]] = ()  # of provenance.json, one per start
 
     @property
     def keys(self) -> list[str]:
@@ -64,14 +61,15 @@ class Run:
 
     @property
     def returns(self) -> list[Return]:
-        """The returns of its guard to earlier policies."""
+        """The returns of the guard to earlier policies."""
         return [Return(row["step"], row[CONTINUES_FROM]) for row in self.rows if row.get(CONTINUES_FROM) is not None]
 
     @property
     def kept(self) -> Run:
-        """The run without the steps that its guard discarded.
+        """The run without the steps that the guard discarded.
 
-        What was measured before training is in the first row: if that was discarded, the first one that is kept has it.
+        The first row also has what was measured before training; if it was discarded, this is copied to the first kept
+        row.
         """
         kept: list[dict[str, Any]] = []
         for row in self.rows:
@@ -84,14 +82,14 @@ class Run:
 
     @property
     def discarded(self) -> list[tuple[int, int]]:
-        """The first and the last step of each part that its guard discarded."""
+        """The first and the last step of each range of steps that the guard discarded."""
         kept = {row["step"] for row in self.kept.rows}
         parts = groupby((row["step"] for row in self.rows), key=lambda step: step in kept)
         return [(steps[0], steps[-1]) for is_kept, part in parts if not is_kept for steps in [list(part)]]
 
     @property
     def steps(self) -> int:
-        """Number of the last step, without the discarded ones: what counts for the number that the recipe asks for."""
+        """Number of the last step, minus the discarded steps: the steps that count toward the recipe's number."""
         return int(self.last["step"]) - (len(self.rows) - len(self.kept.rows))
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""One run in a few numbers, and the table of an experiment that holds them (`results.parquet`)."""
+"""One run in a few numbers, and the table of these numbers for an experiment (`results.parquet`)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Status = Literal["done", "diverged", "failed"]
 class RunSummary:
     """The summary of one run; None means not measured.
 
-    A mismatch is that of the last step that measured it, and the worst one of the run (the lowest ESS).
+    A mismatch metric is the value at the last step that measured it; `NAME_worst` is the worst of the run (lowest ESS).
     """
 
     status: Status  # diverged: updates were no longer finite, a valid result; failed: any other error
     error: str = ""
     steps: int = 0
     updates: int = 0
-    seconds: float = 0.0  # wall clock, with start and evaluations
-    processor_seconds: float = 0.0  # of its process, likewise
+    seconds: float = 0.0  # wall clock, including start and evaluations
+    processor_seconds: float = 0.0  # CPU time of its process, including start and evaluations
     accuracy_before: float | None = None
     accuracy: float | None = None  # the last value of the curve; None unless done
     accuracy_best: float | None = None

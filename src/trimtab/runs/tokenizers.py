@@ -24,10 +24,10 @@ def model_of(run: Path) -> str | None:
 
 
 def token_texts(path: Path, ids: Iterable[int], *, visible: bool = False) -> tuple[dict[int, str], str]:
-    """Returns the text of each id, and an empty string, or no texts and the reason.
+    """Returns the text of each id and an empty string, or no texts and the reason.
 
-    path: a tokenizer.json, or a run that saved one in its folder `model`. visible: whether whitespace is replaced by
-    signs, and other signs that cannot be printed by their numbers.
+    path: a tokenizer.json, or a run that saved one in its folder `model`. visible: whether to replace whitespace by
+    visible characters, and other characters that cannot be printed by their code points.
     """
     from tokenizers import Tokenizer
 
@@ -41,7 +41,7 @@ def token_texts(path: Path, ids: Iterable[int], *, visible: bool = False) -> tup
 
 
 def tokenizer_of(files: Iterable[Path]) -> Path | None:
-    """Returns the tokenizer.json of the runs that the files belong to; None if one lacks it or they differ."""
+    """Returns the tokenizer.json that the runs of all files share; None if a run lacks one, or if they differ."""
     found: list[Path] = []
     for run in dict.fromkeys(run_of(file) for file in files):
         if run is None:
@@ -55,9 +55,9 @@ def tokenizer_of(files: Iterable[Path]) -> Path | None:
 
 
 def named_tokenizer(name: str) -> Path:
-    """Returns the tokenizer.json that a name refers to; raises `TrimtabError` if there is none.
+    """Returns the tokenizer.json that a name refers to. Raises `TrimtabError` if there is none.
 
-    The name is that of the file, of the folder of a model or run, or of a model in the local Hugging Face cache.
+    name: the file, the folder of a model or run, or a model in the local Hugging Face cache.
     """
     path = Path(name)
     file = path if path.is_file() else _in_folder(path) or _cached(name)
@@ -88,7 +88,7 @@ def _cached(name: str) -> Path | None:
 def _text(decoded: str, piece: str | None, *, visible: bool) -> str:
     """Returns the text of a token.
 
-    Part of a character decodes to the replacement character, and some decoders drop a leading space.
+    Corrects two cases: a part of a character decodes to the replacement character; decoders may drop a leading space.
     """
     if piece is None:
         return "(not in the vocabulary)"

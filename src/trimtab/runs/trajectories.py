@@ -5,9 +5,9 @@ that reading returns bit for bit what was written. Tokens of observations have N
 `Problem.extra` is left out: the trajectory is scored, and its problem can be looked up in the task by `prompt_id`.
 
 Sampling masks and routed experts, which are large, are only in pending data. A sampling mask is the set of vocabulary
-ids that a token was sampled from: under top-p from one to thousands, ascending. Stored are the differences between
-consecutive ids of a response, split by byte position: most are small, and bytes of one position compress best
-(`benchmarks/sampling_masks.py` compares other forms).
+ids that a token was sampled from: with top-p, one to thousands, in ascending order. The file has the differences
+between consecutive ids of a response, split by byte position: most differences are small, and bytes of the same
+position compress best (`benchmarks/sampling_masks.py` compares other forms).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trimtab.types import (
     Trajectory,
 )
 
-ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # of one column and in one row group
+ROW_GROUP_BYTES, ROW_GROUP_ROWS = 1 << 30, 1 << 20  # most bytes of a column, and most rows, in a row group
 
 MASK_SIZES, MASK_STEPS = "kept", "kept_steps"
 _DRIFT_COLUMNS = ("drift_mismatch", "drift_staleness")
@@ -154,7 +154,7 @@ def encode_table(columns: dict[str, pa.Array], completions: Sequence[Completion]
         buffer,
         compression="zstd",
         row_group_size=_row_group_size(completions),
-        use_dictionary=encoding is None,  # a column has one or the other
+        use_dictionary=encoding is None,  # a column has either a dictionary or another encoding
         column_encoding=encoding,
     )
     return buffer.getvalue()
@@ -237,8 +237,8 @@ def _entropies(trajectories: Sequence[Trajectory]) -> list[FloatArray | None]:
 def mask_columns(completions: Sequence[Completion]) -> dict[str, pa.Array]:
     """Returns the columns of sampling masks: the number of ids of each token, and the differences of consecutive ids.
 
-    Empty if no completion has a mask. Raises `ValueError` if only some have one, or if one does not have as many sets
-    as tokens.
+    Empty if no completion has a mask. Raises `ValueError` if only some completions have a mask, or if a mask does not
+    have one set per token.
     """
     masks = [completion.sampling_mask for completion in completions]
     if not masks or not _all_or_none("kept", masks):
@@ -274,7 +274,7 @@ def _expert_columns(completions: Sequence[Completion]) -> dict[str, pa.Array]:
 
 
 def _top_columns(completions: Sequence[Completion]) -> dict[str, pa.Array | None]:
-    """Returns the most probable ids of each token, and their log-probs, row by row."""
+    """Returns the columns of the most probable ids of each token and of their log-probs, row-major."""
     tops = [completion.top for completion in completions]
     if not tops or not _all_or_none("top_ids", tops):
         return {}

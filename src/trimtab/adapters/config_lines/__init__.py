@@ -1,8 +1,8 @@
-"""Renders an objective as configuration of Trimtab and of other trainers: what each calls the parts.
+"""Renders an objective as configuration of Trimtab or of another trainer.
 
-First come the trainer's own settings, where its own loss is this one, or nearly: a comment that begins with "differs"
-says how it is not. Where it has none, its adapter's lines, or those of the nearest preset. Option names are those of
-verl 0.9.1, TRL 1.16 and Miles 31f1ca96; the lines of the first two are run (docs/choosing.md).
+If the trainer already has this loss, or almost, its own settings are printed; comments that begin with "differs" name
+the differences. Otherwise the lines of its adapter are printed, or of the nearest preset if the adapter cannot carry
+the objective. Option names are those of verl 0.9.1, TRL 1.16 and Miles 31f1ca96; tests run the lines of verl and TRL.
 
 own_settings    the settings of verl, TRL and Miles
 adapter_lines   the lines of the adapters
@@ -28,11 +28,11 @@ NEAREST = {
     "a3po": ("token-bypass", "its bounds are the same for tokens of every age"),
     "score-centering": ("token-bypass", "it clips ratios and centers nothing"),
 }
-"""The most similar preset of a trainer that has neither the loss nor an adapter that carries it, and how it differs."""
+"""Preset -> (nearest preset, how that one differs), for trainers whose losses and adapter cannot carry the preset."""
 
 
 def lines(preset: str, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Returns configuration by framework: trimtab (TOML), verl (overrides), trl (Python), miles (flags, and YAML).
+    """Returns the configuration of each framework: trimtab (TOML), verl (overrides), trl (Python), miles (flags, YAML).
 
     preset, overrides: as for `trimtab.objective`, custom functions (`module:function`) included. Raises `TrimtabError`
     for unknown presets and keywords.
@@ -41,7 +41,7 @@ def lines(preset: str, overrides: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lines_for(trainer: str, preset: str, overrides: Mapping[str, Any]) -> str:
-    """Returns the configuration of one trainer, a key of `hooks.HOOKS` or `trimtab`, with what differs as comments.
+    """Returns the configuration of one trainer (a key of `hooks.HOOKS`, or `trimtab`), with differences as comments.
 
     Raises `TrimtabError` for unknown trainers, presets and keywords.
     """
@@ -63,7 +63,7 @@ def lines_for(trainer: str, preset: str, overrides: Mapping[str, Any]) -> str:
 
 
 def _exactly(trainer: str, preset: str, overrides: Mapping[str, Any], built: Objective, own: list[str]) -> list[str]:
-    """Returns what has exactly this loss where a trainer's own settings differ, as comments."""
+    """Returns the adapter's lines for exactly this loss, as comments, if a trainer's own settings differ from it."""
     if not any(row.startswith("# differs") for row in own):
         return []
     rows, refusal = adapter_lines(trainer, preset, overrides, built)
@@ -72,7 +72,7 @@ def _exactly(trainer: str, preset: str, overrides: Mapping[str, Any], built: Obj
 
 
 def _elsewhere(trainer: str, preset: str, overrides: Mapping[str, Any], built: Objective, reason: str) -> list[str]:
-    """Returns the lines of the trainer's adapter; where it refuses, those of the nearest preset, with the reason."""
+    """Returns the lines of the trainer's adapter or, if it refuses, the reason and the lines of the nearest preset."""
     name = hook(trainer).trainer
     for candidate in (trainer, *(["trl-async"] if trainer == "trl" else [])):
         rows, refusal = adapter_lines(candidate, preset, overrides, built)

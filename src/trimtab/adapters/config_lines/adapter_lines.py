@@ -1,4 +1,4 @@
-"""Renders an objective as the lines with which a trainer's adapter trains it (docs/adapters.md)."""
+"""Renders an objective as the lines that a user of a trainer's adapter writes (docs/adapters.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def written(value: Any, language: str) -> str:
-    """Returns a number, bool, string, None, list or table as written in a language, a key of `_NAMES`."""
+    """Returns a number, bool, string, None, list or table as text of a language (a key of `_NAMES`)."""
     true, false, nothing, infinite, opened, between = _NAMES[language]
     if value is None or isinstance(value, bool):
         return nothing if value is None else true if value else false
@@ -42,7 +42,7 @@ def written(value: Any, language: str) -> str:
 
 
 def assignment(key: str, value: str) -> str:
-    """Returns an override of Hydra, whose value is written in its grammar, as one word of a shell."""
+    """Returns a Hydra override as one word of a shell. value: already in the grammar of Hydra."""
     text = f"{key}={value}"
     return text if re.fullmatch(r"[\w.+=:/-]+", text) else f"'{text}'"
 
@@ -50,10 +50,10 @@ def assignment(key: str, value: str) -> str:
 def adapter_lines(
     trainer: str, preset: str, overrides: Mapping[str, Any], built: Objective
 ) -> tuple[list[str], str | None]:
-    """Returns the lines of a trainer's adapter, and why it cannot carry the objective, or None.
+    """Returns the lines of a trainer's adapter and None, or no lines and the reason why it refuses the objective.
 
-    trainer: a key of `hooks.HOOKS`. built: the objective of the preset and the overrides. An aggregation that the
-    trainer does not have is replaced by one that it has, with a remark.
+    trainer: a key of `hooks.HOOKS`. built: the objective of the preset and the overrides. If the trainer lacks its
+    aggregation, the lines set one that the trainer has, with a remark.
     """
     one, keywords, remarks = hook(trainer), dict(overrides), []
     kind = built.aggregation.kind
@@ -139,7 +139,7 @@ _SCRIPTS = {
     "openrlhf": "trimtab.adapters.openrlhf.install({})  # in the process of the policy actor",
     "tinker": "client.forward_backward_custom(data, trimtab.adapters.tinker.custom_loss({}))",
 }
-"""A line of a script; the name of the objective and its keywords are in the place of {}."""
+"""Trainer -> line of a Python script; {} stands for the name of the objective and its keywords."""
 
 _CONFIGURATIONS: dict[str, Callable[[str, Mapping[str, Any], Objective], list[str]]] = {
     "verl": _verl,

@@ -1,7 +1,7 @@
-"""An objective as settings of the own losses of verl, TRL and Miles; `Absent` where a trainer lacks a part.
+"""Renders an objective as settings of the losses that verl, TRL and Miles have; raises `Absent` if they lack a part.
 
-verl: overrides of Hydra for its losses and its rollout correction. TRL: arguments of `GRPOConfig`, and of two
-configurations of its experiments. Miles: flags, and the file of the mismatch helper in its examples.
+verl: Hydra overrides of its losses and its rollout correction. TRL: arguments of `GRPOConfig`, or of one of two
+configurations in `trl.experimental`. Miles: flags, and the YAML file of the mismatch helper in its examples.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from trimtab.corrections import OPSM, Band, Divergence, Mask, Veto, Weight
 from trimtab.objectives import Clipped, GammaWeight, GeometricClip, LogProb, Objective, Reinforce, SoftGate
 
 UNBOUNDED = 1e9
-"""In place of no bound where a framework must have one: above the largest ratio, e^20."""
+"""Written for "no bound" if a framework requires a number: above the largest ratio, e^20."""
 LEVELS = ("token", "sequence", "geometric")
 """Levels of weights and bands that other trainers have."""
 CORRECTION = f"{ALGORITHM}.rollout_correction"
 LOWEST = 1e-6
-"""Written for a lower bound of 0, which verl refuses and its IcePop form requires."""
+"""Written for a lower bound of 0: verl's form of IcePop requires a lower bound, and verl refuses 0."""
 TRL_LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}
-"""TRL's `loss_type` of a clipped ratio by the aggregation."""
+"""Aggregation -> TRL's `loss_type` of a clipped ratio."""
 TRL_AGGREGATIONS = {"cispo": "token-mean", "vespo": "token-mean", "sapo": "seq-mean-token-mean"}
-"""The aggregation of TRL's other loss types."""
+"""TRL's other values of `loss_type` -> their aggregation."""
 ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 
 
 class Settings(NamedTuple):
-    """The settings of a part in another trainer.
+    """How another trainer sets one part of an objective.
 
-    options: values as written in its configuration, empty for a flag. verl: keys of `rollout_correction` (weights,
-    masks) or `actor` (surrogates); TRL: arguments of `GRPOConfig`; Miles: flags, or keys of its mismatch helper's file.
-    remarks: comments on what differs there.
+    options: key -> value as written in the trainer's configuration; a flag has an empty value. Keys of verl are those
+    of `rollout_correction` (weights, masks) or `actor` (surrogates), keys of TRL are arguments of `GRPOConfig`, keys of
+    Miles are flags, or keys of its mismatch helper's file. remarks: comments on what differs there.
     """
 
     options: dict[str, str]
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 
 class Absent(Exception):
-    """A framework's own losses lack a part of the objective; the message says which, and continues `: `."""
+    """Raised if a framework's own losses lack a part of the objective; the message names that part."""
 
 
 def no_term(built: Objective) -> Absent:
@@ -61,12 +61,12 @@ def no_mask(rule: Mask) -> Absent:
 def corrections(
     built: Objective, weight: Callable[[Weight], Settings], mask: Callable[[Mask], Settings]
 ) -> list[Settings]:
-    """Returns the settings of the weight and of the masks, each as a function gives them."""
+    """Returns the settings of the weight, from the function `weight`, then of each mask, from the function `mask`."""
     return [*([] if built.weight is None else [weight(built.weight)]), *map(mask, built.masks)]
 
 
 def unset_remarks(built: Objective, name: str) -> list[str]:
-    """Returns remarks on what no line carries."""
+    """Returns remarks on parts of the objective that no line sets. Raises `Absent` for centered scores."""
     remarks = []
     if built.kl.coef > 0 or built.entropy_coef > 0:
         remarks.append(f"# differs: kl_coef and entropy_coef are left out: set {name}'s own")
@@ -78,7 +78,7 @@ def unset_remarks(built: Objective, name: str) -> list[str]:
 
 
 def verl(built: Objective) -> list[str]:
-    """Returns overrides of Hydra. What reads π/μ takes the sampler's log-probs for those at the start: bypass_mode."""
+    """Returns Hydra overrides. For ratios π/μ they set bypass_mode: the sampler's log-probs then stand for π_old's."""
     remarks, bypass = unset_remarks(built, "verl"), built.ratio.over == "behavior"
     options = {f"{CORRECTION}.rollout_is": "null"}
     if bypass:
@@ -110,7 +110,7 @@ def verl(built: Objective) -> list[str]:
 
 
 def _verl_denominators(built: Objective) -> bool:
-    """Whether verl, which takes rejected tokens out of its mask and counts every sequence, divides as the objective."""
+    """Returns whether verl divides as the objective does; verl leaves rejected tokens out and counts every sequence."""
     kind, original = built.aggregation.kind, built.aggregation.denominator == "original"
     if kind == "token-mean":
         return not original
@@ -119,12 +119,12 @@ def _verl_denominators(built: Objective) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """Returns a value in the grammar of Hydra, which reads 0.5_5 as the number 0.55, and a comma as a choice."""
+    """Returns a value, in quotes if Hydra would misread it: 0.5_5 as the number 0.55, or a comma as a choice."""
     return f'"{text}"' if re.search(r"\d_\d|,", text) else text
 
 
 def _verl_dppo(built: Objective) -> dict[str, str]:
-    """Returns the settings of the actor for the masks that verl has over π/μ."""
+    """Returns the actor settings for a mask over π/μ. Raises `Absent` for a mask that verl lacks."""
     losses = {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}
     [rule, *more] = built.masks
     if not (
@@ -144,7 +144,7 @@ def _verl_surrogate(built: Objective) -> Settings:
     part, level = built.surrogate, built.ratio.level
     if isinstance(part, LogProb):
         return Settings({"loss_mode": "gpg"})
-    if isinstance(part, Clipped) and level in ("token", "geometric"):  # None clips the product of a response.
+    if isinstance(part, Clipped) and level in ("token", "geometric"):  # No clip of a product over a response.
         bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
         if level == "geometric":
             remarks = () if part.dual is None else ("# differs: verl's gspo has no dual clip",)
@@ -180,12 +180,12 @@ def _verl_weight(weight: Weight) -> Settings:
 def _verl_mask(rule: Mask) -> Settings:
     if isinstance(rule, Band) and rule.over == "proximal" and rule.level in LEVELS:
         option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[rule.level]
-        # verl compares k1 = -log ratio with the logs of the bounds, and so bounds 1/ratio.
+        # verl compares k1 = -log ratio with the logs of the bounds, so it bounds 1/ratio.
         low, high = (f"{max(1 / max(bound, LOWEST), LOWEST):.6g}" for bound in (rule.max, rule.min))
         remark = f"# verl bounds 1/ratio: these are the reciprocals of [{rule.min:g}, {rule.max:g}]"
         return Settings({"rollout_rs": option, "rollout_rs_threshold": f'"{low}_{high}"'}, (remark,))
     if isinstance(rule, Divergence) and rule.over == "proximal" and not rule.outward and rule.kind in ("k2", "k3"):
-        # Its k1 bounds both sides.
+        # Not k1: verl bounds it on both sides.
         option = f"token_{rule.kind}" if rule.reduce == "token" else f"seq_{rule.reduce}_{rule.kind}"
         return Settings({"rollout_rs": option, "rollout_rs_threshold": f"{rule.max:g}"})
     raise no_mask(rule)
@@ -237,7 +237,7 @@ def _call(name: str, options: Mapping[str, str]) -> str:
 
 def _trl_surrogate(built: Objective) -> Settings:
     part, level = built.surrogate, built.ratio.level
-    if isinstance(part, Clipped) and level in ("token", "geometric"):  # None clips the product of a response.
+    if isinstance(part, Clipped) and level in ("token", "geometric"):  # No clip of a product over a response.
         options, remarks = {"epsilon": repr(part.low), "epsilon_high": repr(part.high)}, ()
         if level == "geometric":
             options["importance_sampling_level"] = '"sequence"'
@@ -248,7 +248,7 @@ def _trl_surrogate(built: Objective) -> Settings:
     if isinstance(part, GammaWeight) and level == "sequence":
         names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         values = (part.k1_positive, part.k2_positive, part.k1_negative, part.k2_negative)
-        # The product current/sampler is that of TRL's correction, unbounded.
+        # TRL takes the product current/sampler from its correction, here without a bound.
         weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
         weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
         return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})
@@ -320,14 +320,14 @@ def _keys(setting: Settings) -> dict[str, str]:
 
 def _miles_surrogate(built: Objective) -> Settings:
     part, level = built.surrogate, built.ratio.level
-    if not isinstance(part, Clipped) or level not in ("token", "geometric"):  # None clips the product of a response.
+    if not isinstance(part, Clipped) or level not in ("token", "geometric"):  # No clip of a product over a response.
         raise no_term(built)
     dual = {} if part.dual is None else {"--eps-clip-c": f"{part.dual:g}"}
     return Settings({"--eps-clip": f"{part.low:g}", "--eps-clip-high": f"{part.high:g}", **dual})
 
 
 def _miles_weight(weight: Weight) -> Settings:
-    """Returns flags where Miles has the weight built in, and keys for the mismatch helper of its examples."""
+    """Returns keys of the mismatch helper in Miles' examples and, if Miles has the weight built in, flags."""
     if weight.level not in LEVELS or weight.over == "current":
         raise no_weight(weight)
     built_in = {}
