@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 UNLIMITED = 1e6
-"""Bounds of this size or more only keep numbers representable (32-bit integers, float32, clocks); they are not shown."""
+"""Bounds of this size or more only keep numbers representable (32-bit integers, float32, clocks) and are not shown."""
 LISTS = ("reward", "eval.task")
 """Sections that a recipe may repeat; TOML writes them as `[[section]]`."""
 
