@@ -40,7 +40,7 @@ USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ 
 
 
 class Interrupted(Exception):
-    """Replaces the `KeyboardInterrupt` of Ctrl-C or SIGTERM, which the argument parser would handle itself."""
+    """Replaces the `KeyboardInterrupt` of Ctrl-C or SIGTERM, which typer would handle; `code` is the exit code."""
 
     def __init__(self, stop: KeyboardInterrupt) -> None:
         super().__init__(str(stop))

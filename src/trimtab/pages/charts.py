@@ -220,7 +220,7 @@ def to_svg(figure: Figure, name: str) -> Markup:
     buffer = io.StringIO()
     # The salt makes identifiers unique on a page, and makes equal figures byte-identical.
     with mpl.rc_context({**RC, "svg.hashsalt": name}):
-        # Not `savefig`, which draws every figure twice where a layout engine is set.
+        # Not `savefig`, which draws every figure twice if a layout engine is set.
         FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue()
     svg = text[text.index("<svg") :].strip()

@@ -33,17 +33,14 @@ SHARE_LIMITS = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: one number of each run.
-
-    better: whether high or low values are better. None for descriptive numbers, and for wall-clock seconds, which are
-    comparable only if each run had the machine to itself.
-    form: "share" has three decimals, "number" three significant digits; "decades" spans orders of magnitude.
-    """
+    """A column of a table: one number of each run."""
 
     key: str  # a field of `RunSummary`
     title: str
+    # The better direction. None for descriptive numbers, and for wall-clock seconds, which are comparable only between
+    # runs that had the machine to themselves.
     better: Literal["high", "low"] | None = None
-    form: Form = "share"
+    form: Form = "share"  # share: three decimals; number: three digits; decades: spans orders of magnitude
     limits: tuple[float, float] = (0.0, math.inf)  # the range of possible values
 
 
@@ -250,7 +247,7 @@ def _equation_cards(equations: Mapping[str, str]) -> list[Part]:
 
 
 def _run_table(comparison: RunComparison, folder: Path) -> Fold:
-    """Returns one row per run, with a link to its report where it exists."""
+    """Returns a table with one row per run, with a link to the report of the run if it exists."""
     rows = []
     for index, group in enumerate(comparison.groups):
         for place, run in enumerate(group.runs):

@@ -44,25 +44,16 @@ _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date
 
 @dataclass(frozen=True, eq=False)
 class MethodScore:
-    """The result of one method in one regime.
-
-    accuracy: held-out greedy accuracy after training, mean over seeds; a diverged run counts as 0.
-    collapsed: number of runs that ended below half of their initial accuracy, including diverged runs.
-    rank: 1 for the method with the highest mean accuracy in the regime.
-    behind: accuracy of the method of rank 1 minus the accuracy of this method, paired by seed.
-    is_best: whether this method may be the best, by t tests corrected for the number of methods
-    (`intervals.contenders`).
-    detectable: the lead over this method that these seeds would have shown with a probability of 80%.
-    """
+    """The result of one method in one regime."""
 
     seeds: tuple[int, ...]
-    values: tuple[float, ...]
-    accuracy: SeedMean
-    rank: int
-    behind: SeedMean
-    is_best: bool
-    detectable: float
-    collapsed: int
+    values: tuple[float, ...]  # the accuracy of each seed
+    accuracy: SeedMean  # held-out greedy accuracy after training, mean over seeds; a diverged run counts as 0
+    rank: int  # 1 for the highest mean accuracy in the regime
+    behind: SeedMean  # accuracy of the method of rank 1 minus the accuracy of this method, paired by seed
+    is_best: bool  # may be the best, by t tests corrected for the number of methods (`intervals.contenders`)
+    detectable: float  # the lead over this method that these seeds would have shown with a probability of 80%
+    collapsed: int  # number of runs that ended below half of their initial accuracy, including diverged runs
     diverged: int
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
 
@@ -72,12 +63,12 @@ class MethodScore:
 
     @property
     def interval_text(self) -> str:
-        """`[0.836, 0.867]`; empty for a single seed."""
+        """The interval of the accuracy, such as `[0.836, 0.867]`; empty for a single seed."""
         return f"[{self.accuracy.low:.3f}, {self.accuracy.high:.3f}]" if len(self.values) > 1 else ""
 
     @property
     def rank_text(self) -> str:
-        """`#1`, or `#2=` for a method that the seeds do not separate from the best one."""
+        """The rank, such as `#1`, or `#2=` for a method that may be the best although its rank is not 1."""
         return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
 
 
@@ -213,7 +204,7 @@ def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
 
 
 def write_accuracy_figure(table: ComparisonTable, methods: Sequence[str], path: Path) -> list[Path]:
-    """Writes `accuracy_figure` as .png (160 dots per inch) and .svg beside `path`, and returns both paths."""
+    """Writes `accuracy_figure` to `path` with the suffixes .png (160 dots per inch) and .svg; returns both paths."""
     written = []
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         # Characters of a name that the font lacks are drawn as boxes.

@@ -63,18 +63,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class JudgedMetric:
-    """One metric over the run.
-
-    worst: the phase with the largest share of steps outside the range; of equal ones, the phase whose median is
-    furthest outside.
-    """
+    """One metric over the run."""
 
     key: str
     state: MetricState
     outside: int
     measured: int
     median: float
-    worst: Phase
+    worst: Phase  # the largest share of steps outside the range; of equal ones, the median that is furthest outside
 
     @property
     def steps(self) -> str:
@@ -99,16 +95,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class HealthVerdict:
-    """The verdict on a run, the checks it follows from, and every judged metric by key.
+    """The verdict on a run, the checks it follows from, and every judged metric by key."""
 
-    learned: the change over the whole training, such as `Worse than before: 0.461 → 0.352`; empty if not measured.
-    findings: their status is `fail` for a fault, `note` for data that is lost or unused, and `ok` for information.
-    """
-
-    learned: str
+    learned: str  # the change over the training, such as `Worse than before: 0.461 → 0.352`; empty if not measured
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
     length: str
-    findings: Sequence[Finding]
+    findings: Sequence[Finding]  # status `fail`: a fault; `note`: lost or unused data; `ok`: information
     metrics: Mapping[str, JudgedMetric]
 
     @property
@@ -258,7 +250,7 @@ def _steps_without_numbers(run: Run) -> int:
     """Returns how many steps at the end of the run have no finite numbers; JSON logs such numbers as null."""
     for count, row in enumerate(reversed(run.rows)):
         found = [row[key] for key in ("reward/mean", K3, "optim/grad_norm") if key in row]
-        if len(found) < 2 or any(value is not None for value in found):  # one alone may have been left out
+        if len(found) < 2 or any(value is not None for value in found):  # a single null may mean "not measured"
             return count
     return len(run.rows)
 

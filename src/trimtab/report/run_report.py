@@ -65,7 +65,7 @@ def _page(run: Run) -> Page:
     samples = [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
     starts = []
-    for part in run.starts:  # names and values, without what is not known
+    for part in run.starts:  # as names and values; unknown values are left out
         rows = [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
         starts.append(Card("Resumed" if starts else "Start", [Table((), rows)]))
     description = run.config.get("description", "")
@@ -142,7 +142,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = []
-    _, seconds = run.series("time/step")  # Also those of discarded steps.
+    _, seconds = run.series("time/step")  # includes discarded steps
     run = run.kept
     for task, accuracy in run.accuracy().items():
         ends = ["not measured" if value is None else f"{value:.3f}" for value in (accuracy.before, accuracy.after)]

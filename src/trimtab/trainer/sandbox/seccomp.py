@@ -90,7 +90,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "vmsplice": (278, 75),
 }
 NEWER = 435
-"""Number of the first call of Linux 5.3. Calls of later versions, and of x86_64's second interface, have higher numbers.
+"""The first call of Linux 5.3. Calls of later versions, and of x86_64's second interface, have higher numbers.
 
 Programs can handle kernels without these calls: the C library then starts threads with `clone`, whose flags a filter
 can check (unlike those of `clone3`).

@@ -1,4 +1,4 @@
-"""Tasks: `build(name, **options) -> Task`, a class per kind with options as fields; see docs/reference-tasks.md."""
+"""Tasks: `build(name, **options)` returns a `Task`; docs/reference-tasks.md lists the kinds and their options."""
 
 from __future__ import annotations
 

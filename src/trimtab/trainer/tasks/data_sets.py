@@ -296,7 +296,7 @@ def _reward(options: RowOptions, template: Template) -> RewardSpec:
 
 
 def _question(row: Mapping[str, Any], source: str, location: str) -> str:
-    """Returns the text of the column `source`, or `source` with every `{column}` replaced in one pass."""
+    """Returns the text of the column `source`, or, if `source` is a template, the text with all columns filled in."""
     texts: dict[str, str] = {}
     for name in COLUMN.findall(source) or [source]:
         text = _column(row, name, "question", location)
