@@ -210,7 +210,7 @@ class Episodes:
         Cancels calls that have not started, and waits for calls in progress.
         """
         running = [episode.thread for episode in self._episodes if not episode.thread.cancel()]
-        for thread in running:  # after all calls were canceled: a waiting call must not start
+        for thread in running:  # after all cancellations: otherwise a call that waits for a slot could start
             thread.wait()
         closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
         for call in closing:

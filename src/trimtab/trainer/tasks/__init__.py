@@ -1,4 +1,4 @@
-"""Tasks: `build(name, **options)` returns a `Task`; docs/reference-tasks.md lists the kinds and their options."""
+"""Tasks: `build(name, **options)` returns a `Task`. Each kind is a class, whose fields are the options of the task."""
 
 from __future__ import annotations
 
