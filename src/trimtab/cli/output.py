@@ -1,4 +1,4 @@
-"""What commands share: options, output as text, JSON and aligned pairs, and the default run directory of a recipe."""
+"""Code shared by commands: options, output (text, JSON, aligned pairs), and the default run directory of a recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trimtab.text import UNPRINTABLE, clean, json_value
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Names of shipped recipes for the shell's completion; where none fits, shells complete files."""
+    """Returns shipped recipes for shell completion; if none matches, shells complete file names."""
     from trimtab.trainer.config import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
@@ -52,13 +52,13 @@ MULTI_VALUE_OPTIONS = ("--methods", "--regimes", "--lengths", "--arguments")
 
 
 class Command(TyperCommand):
-    """A command, which is refused where a package it needs is missing. Its `--help` needs none.
+    """A command that raises an error if a package it needs is missing; its `--help` needs no package.
 
-    The options of `MULTI_VALUE_OPTIONS` take several words: `--methods a b` is `--methods a --methods b`.
+    The options in `MULTI_VALUE_OPTIONS` take several words: `--methods a b` means `--methods a --methods b`.
     """
 
     def invoke(self, ctx: Any) -> Any:
-        with starting.guarded():  # looking for packages may import some
+        with starting.guarded():  # checking for packages may import some
             require_extra(COMMANDS[ctx.info_name].extra, ctx.command_path)
         return super().invoke(ctx)
 
@@ -67,7 +67,7 @@ class Command(TyperCommand):
             # An option without a value would be dropped below, and its default would apply silently.
             if option in MULTI_VALUE_OPTIONS and (not word or word.startswith("-")):
                 raise TrimtabError(f"{option} names nothing: name at least one, or leave {option} out")
-        if "" in args:  # as a path, it would be the current folder
+        if "" in args:  # an empty path would mean the current folder
             raise TrimtabError("an argument is empty: leave it out, or set the variable that it comes from")
         expanded: list[str] = []
         option = ""
@@ -81,16 +81,17 @@ class Command(TyperCommand):
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print a text, which may contain that of others: control characters are escaped.
+    """Print text with control characters escaped, because it may contain untrusted text.
 
-    All text of the command line goes through here, `print_json` and the consoles of `trimtab.trainer.display`.
+    All output of the command line goes through this function, `print_json`, or the consoles in
+    `trimtab.trainer.display`.
     """
     typer.echo(clean(text), err=err, nl=nl)
 
 
 @contextmanager
 def only_json(as_json: bool) -> Iterator[None]:
-    """With `as_json`, redirects all other output, including that of child processes, to standard error."""
+    """With `as_json`, redirects standard output to standard error, also for child processes, while the block runs."""
     if not as_json:
         yield
         return
@@ -109,12 +110,12 @@ def only_json(as_json: bool) -> Iterator[None]:
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object; numbers that JSON cannot represent (NaN, infinities) become null."""
     text = json.dumps(json_value(value), indent=2, ensure_ascii=False)
-    text = UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # only strings hold any: an equal value
+    text = UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # inside strings only: the value is unchanged
     typer.echo(text)
 
 
 def print_result(as_json: bool, value: Mapping[str, Any], text: str) -> None:
-    """Print the answer of a command: as JSON with `--json`, else the text."""
+    """Print the result of a command: `value` as JSON with `--json`, otherwise `text`."""
     if as_json:
         print_json(value)
     else:
@@ -122,18 +123,18 @@ def print_result(as_json: bool, value: Mapping[str, Any], text: str) -> None:
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """Returns `name  value` lines with aligned values."""
+    """Returns one line `name  value` for each item, with aligned values."""
     width = max(map(len, values), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
 
 
 def usable_cores() -> int:
-    """Returns the number of cores this process may use, which may be limited by a container."""
+    """Returns the number of cores this process may use; a container may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:
-    """Returns the run directory: `--out`, the recipe itself if it is one, its `out`, or `runs/<recipe>`."""
+    """Returns the run directory: `--out`, the recipe if it is a run directory, its key `out`, or `runs/<recipe>`."""
     if out is not None:
         return out
     if (Path(recipe) / CONFIG).is_file():

@@ -1,4 +1,4 @@
-"""`trimtab preflight`: is this pair of sampler and trainer fit to train?"""
+"""`trimtab preflight`: checks whether a pair of sampler and trainer agrees well enough to train."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def preflight(
 
 
 def _row(label: str, text: str) -> str:
-    """Returns the lines of one row; all rows begin their text at the same column."""
+    """Returns the lines of one row; the text of all rows begins at the same column."""
     from trimtab.diagnosis.output.as_text import folded
     from trimtab.preflight.checklist import CHECKS
     from trimtab.trainer.display import terminal_width
@@ -113,10 +113,10 @@ def _row(label: str, text: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, str], None]]]:
-    """Yields a function for what is done next and one for what was found, which is printed at once.
+    """Yields two functions: `notify` announces the next activity, `show` prints a result immediately.
 
-    What is done next stands on standard error: in a bar on a terminal, else in lines, without the checks, whose own
-    lines follow.
+    Activities go to standard error: to a progress bar on a terminal, otherwise one line each. Checks have no such line
+    because their results follow.
     """
     from trimtab.preflight.checklist import CHECKS
     from trimtab.trainer.display import PlainTextConsole, progress_bar
@@ -130,7 +130,7 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, str], No
                 echo(f"trimtab preflight: {text}", err=True)
 
         def show(label: str, text: str) -> None:
-            bar.stop()  # the bar would stand in the line, and redirect it
+            bar.stop()  # a running bar would redirect the line and share it
             echo(_row(label, text))
             bar.start()
 

@@ -1,4 +1,4 @@
-"""The keys of recipes, with types, defaults and descriptions, from the schema: `trimtab recipes --keys`."""
+"""Prints all recipe keys with types, defaults and descriptions, from the schema: `trimtab recipes --keys`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 UNLIMITED = 1e6
-"""Bounds from here on only keep numbers representable (32-bit integers, float32, clocks) and are not documented."""
+"""Bounds of this size or more only keep numbers representable (32-bit integers, float32, clocks) and are not shown."""
 LISTS = ("reward", "eval.task")
-"""Sections that a recipe may repeat, written `[[section]]`."""
+"""Sections that a recipe may repeat; TOML writes them as `[[section]]`."""
 
 
 class Key(NamedTuple):
@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 
 
 def text() -> str:
-    """Returns all keys, a line each, and the keywords of tasks, rewards and objectives."""
+    """Returns one line for each recipe key and for each keyword of tasks, rewards and objectives."""
     from trimtab.objectives import keywords_of, objectives
     from trimtab.trainer import rewards, tasks
 
@@ -66,7 +66,7 @@ def sections() -> Iterator[Keys]:
 
 
 def keys_of(fields: Mapping[str, FieldInfo], *, nested: bool = False) -> dict[str, Key]:
-    """Returns the keys of a section. `nested`: tables inside are keys; otherwise they are separate sections."""
+    """Returns the keys of a section. With `nested`, tables inside it count as keys, otherwise as separate sections."""
     keys = {}
     for name, field in fields.items():
         if nested or section_of(field.annotation) is None:
@@ -77,7 +77,7 @@ def keys_of(fields: Mapping[str, FieldInfo], *, nested: bool = False) -> dict[st
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section model in a type annotation, also of lists and optional sections; None for other keys."""
+    """Returns the section model in a type annotation (also inside a list or an optional), or None if there is none."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
@@ -96,7 +96,7 @@ def _models(model: type[BaseModel], name: str = "") -> Iterator[tuple[str, type[
 
 
 def _type(annotation: Any, metadata: Any = ()) -> str:
-    """Returns a type in the terms of TOML, with its bounds."""
+    """Returns a type annotation in the terms of TOML, with its bounds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], [*arguments[1:], *metadata])
@@ -114,9 +114,9 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
 
 
 def _bounds(metadata: Any) -> str:
-    """Returns bounds such as ` ≥ 0 < 1` from the constraints of a field and of the `Field`s inside its annotation.
+    """Returns the bounds of a field, such as ` ≥ 0 < 1`, including those of `Field`s inside its annotation.
 
-    Bounds of `UNLIMITED` and more are left out.
+    Bounds of `UNLIMITED` or more are left out.
     """
     flat = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -35,7 +35,7 @@ def report(
     else:
         from trimtab.report import comparison
 
-        # The page of a folder of runs goes into that folder, that of single runs into the parent of the first.
+        # One folder of runs: the page goes into it. Several paths: the page goes into the parent of the first one.
         folder = out or (runs[0] if len(runs) == 1 else runs[0].parent)
         found = comparison.compare(run_paths)
         data = {"report": comparison.write_page(found, folder / REPORT), **comparison.as_data(found)}

@@ -1,4 +1,4 @@
-"""What runs before packages are imported: facts about each command, and an end without a traceback at Ctrl-C."""
+"""Code that runs before packages are imported: facts about each command, and a clean exit at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from typing import NamedTuple
 
 
 class CommandFacts(NamedTuple):
-    """Facts about one command.
+    """Facts about one command."""
 
-    example: ends its help. extra: the extra of pyproject.toml whose packages it needs. one_process: whether ranks of
-    torchrun would repeat it and write the same files. runs_code: whether its recipe is a program that the user runs;
-    all others read what others may have written, and load only functions that the command line names.
-    """
-
-    example: str = ""
-    extra: str = "diagnose"
-    one_process: bool = True
+    example: str = ""  # the last line of its help
+    extra: str = "diagnose"  # the extra of pyproject.toml whose packages it needs
+    one_process: bool = True  # refused under torchrun, whose ranks would all write the same files
+    # The user runs the recipe like a program, so it may name code. Other commands read files that may be untrusted, and
+    # import only functions that the command line names.
     runs_code: bool = False
 
 
@@ -68,24 +65,24 @@ COMMANDS = {
     ),
     "doctor": CommandFacts("[bold]trimtab doctor[/bold]", one_process=False),
 }
-"""By name."""
+"""The facts of each command, by name."""
 
 
 def guard() -> None:
-    """Make Ctrl-C end the process immediately until `release`, unless the program already handles or ignores it."""
+    """Make Ctrl-C exit immediately until `release` is called, unless the program already handles or ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 
 def release() -> None:
-    """Restore the default handler, so that Ctrl-C raises `KeyboardInterrupt`."""
+    """Restore the default handler: Ctrl-C raises `KeyboardInterrupt` again."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Guards a block of slow imports, during which `KeyboardInterrupt` might be lost."""
+    """Makes Ctrl-C exit immediately during a block of slow imports, in which `KeyboardInterrupt` might be lost."""
     guard()
     try:
         yield

@@ -1,4 +1,4 @@
-"""`trimtab train` and `trimtab sft`."""
+"""`trimtab train`, `trimtab sft` and `trimtab export`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(
 
 
 def _load(recipe: str, sets: Sequence[str] | None) -> Config:
-    """Reads the recipe before torch is imported, so that a mistake in it is answered immediately."""
+    """Reads the recipe before torch is imported, so that an error in it is reported immediately."""
     with starting.guarded():
         from trimtab.trainer.config import load_config
 
@@ -93,12 +93,12 @@ def sft(recipe: Recipe, sets: Sets = None, out: Out = None, as_json: Json = Fals
 
 
 def _resume_hint(recipe: str, sets: Sequence[str], run: Path, is_comparison: bool) -> str:
-    """Returns how to go on after Ctrl-C or SIGTERM, with the command; empty on all ranks but the first."""
+    """Returns how to continue after Ctrl-C or SIGTERM, with the command; empty on all ranks except rank 0."""
     set_options = [word for change in sets for word in ("--set", change)]
     command = shlex.join(["trimtab", "train", recipe, *set_options, "--out", str(run)])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if os.environ.get("RANK") != "0":
-            return ""  # only the leader prints the command
+            return ""  # only rank 0 prints the command
         command = "the same command"
     has_runs = is_comparison and run.is_dir() and any(run.iterdir())
     if has_runs or any(run.glob("checkpoints/step-*")):

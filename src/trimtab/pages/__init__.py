@@ -1,1 +1,1 @@
-"""What all HTML pages share: their parts and the template (`page`), and figures (`charts`)."""
+"""Code shared by all HTML pages: the parts of a page and their template (`page`), and figures (`charts`)."""

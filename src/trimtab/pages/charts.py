@@ -1,7 +1,7 @@
-"""Figures of pages: colors, axes, what several pages draw, and inline SVG that follows the theme of its page.
+"""Figures for HTML pages: colors, axes, shared drawings, and inline SVG that follows the theme of the page.
 
-The colors are the palette of Okabe and Ito, which is distinguishable for color-blind readers; line styles differ too,
-for printing in gray.
+The colors are the palette of Okabe and Ito, which color-blind readers can distinguish. Line styles differ too, so that
+figures can be printed in gray.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trimtab.text import power, short_exponent
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
-# Placeholder colors that no figure uses otherwise; `to_svg` replaces them by the text and grid colors of the theme.
+# Placeholder colors: `to_svg` replaces them with the text and grid colors of the theme.
 INK, GRID = "#010203", "#c5c6c7"
 THEME = {INK: "currentColor", GRID: "var(--grid)"}
 THEME |= {
@@ -50,7 +50,7 @@ RC: dict[Any, Any] = {
     **dict.fromkeys(("text.parse_math", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
 }
-WIDTH, HEIGHT = 4.2, 2.7  # inches, as text of 10 points is drawn
+WIDTH, HEIGHT = 4.2, 2.7  # inches, for text of 10 points
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values of a curve, (count,) each."""
 AVERAGED_FROM = 400  # points from which a trailing mean is drawn; shorter curves are readable as logged
@@ -68,7 +68,8 @@ def draw(
 ) -> Markup:
     """Returns the figure that `paint` draws as an `<svg>` element.
 
-    Curves with labels get a legend if there are several, or `legend` is set. `steps`: the x-axis counts steps.
+    The figure has a legend if several curves have labels, or if one has and `legend` is set. With `steps`, the x-axis
+    counts steps.
     """
     with mpl.rc_context(RC):
         figure = Figure(figsize=size, layout="constrained")
@@ -85,9 +86,9 @@ def draw(
 
 
 def trailing(series: Series) -> Series:
-    """Returns the trailing mean of a series of 400 points or more; a shorter series is returned unchanged.
+    """Returns the trailing mean of a series of 400 points or more; returns a shorter series unchanged.
 
-    The window is a twentieth of the points (fewer at the start) and ends at each point.
+    The window of each point ends at the point and has a twentieth of all points (fewer at the start).
     """
     steps, values = series
     if len(values) < AVERAGED_FROM:
@@ -153,10 +154,10 @@ def log_scale(axes: Axes) -> None:
 
 
 def log_scale_of_any_sign(axes: Axes) -> None:
-    """Set a logarithmic y-axis that also has a place for exact zeros and for estimates that may be negative.
+    """Set a logarithmic y-axis that can also show zeros and negative estimates.
 
-    With either it is linear around 0, up to the smallest magnitude; where values are negative, at least up to six
-    powers of ten below the largest one.
+    If there are any, the axis is linear around 0, up to the smallest magnitude. If values are negative, the linear part
+    reaches at least to six powers of ten below the largest magnitude.
     """
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
     magnitudes = np.abs(values[values != 0])
@@ -170,7 +171,7 @@ def log_scale_of_any_sign(axes: Axes) -> None:
     edge = 10.0**low
     axes.set_yscale("symlog", linthresh=edge, linscale=0.5)
     axes.set_ylim(1.3 * lowest if lowest < 0 else -0.4 * edge, 1.3 * highest if highest > 0 else edge)
-    # No tick at the edge of the linear part: its label would overlap that of 0.
+    # No tick at the edge of the linear part: its label would overlap the label of 0.
     powers = 10.0 ** np.arange(high, low, -max(1, round((high - low) / (3 if lowest < 0 else 5))))
     bottom, top = axes.get_ylim()
     axes.set_yticks([tick for tick in (*-powers, 0.0, *powers[::-1]) if bottom <= tick <= top])
@@ -179,9 +180,9 @@ def log_scale_of_any_sign(axes: Axes) -> None:
 
 
 def start_at_zero(axes: Axes, top: float | None = None) -> None:
-    """Start the y-axis slightly below 0, so that a curve at 0 is visible, if curves come near 0 or are nearly constant.
+    """Start the y-axis slightly below 0 if curves come near 0 or are nearly constant; a curve at 0 is then visible.
 
-    `top` is the end of the axis if all curves are 0 throughout.
+    `top` is the end of the axis if all curves are 0 everywhere.
     """
     drawn = [values for line in axes.lines if len(values := np.asarray(line.get_ydata(), dtype=np.float64))]
     if not drawn or (smallest := min(values.min() for values in drawn)) < 0:
@@ -194,7 +195,7 @@ def start_at_zero(axes: Axes, top: float | None = None) -> None:
 
 
 def short_power(value: float) -> str:
-    """Returns 2e-3 for 0.002; 0 and magnitudes from 0.01 to 1000 without exponent."""
+    """Returns a number as text: 2e-3 for 0.002; 0 and magnitudes from 0.01 to 1000 have no exponent."""
     size = abs(value)
     text = f"{size:g}" if value == 0 or 0.01 <= size < 1000 else power(size, 0)
     return f"\N{MINUS SIGN}{text}" if value < 0 else text
@@ -217,9 +218,9 @@ def to_svg(figure: Figure, name: str) -> Markup:
     `name` is the label for screen readers.
     """
     buffer = io.StringIO()
-    # The salt makes identifiers unique per figure on a page, and equal input give equal bytes.
+    # The salt makes identifiers unique on a page, and makes equal figures byte-identical.
     with mpl.rc_context({**RC, "svg.hashsalt": name}):
-        # Not `savefig`, which draws every figure twice where a layout engine is set.
+        # Not `savefig`, which draws every figure twice if a layout engine is set.
         FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue()
     svg = text[text.index("<svg") :].strip()

@@ -1,7 +1,7 @@
-"""The parts of a page: sections of notes, tables, charts and boxes. One template renders them all.
+"""The parts of an HTML page: sections of notes, tables, charts and boxes. One template renders all pages.
 
-Every text is escaped unless it is `Markup`, and no page has control characters: pages show model output, names of files
-and other text of others.
+Pages show untrusted text, such as model output and file names. All text that is not `Markup` is therefore escaped, and
+so are control characters everywhere.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from trimtab.text import clean
 
 @dataclass(frozen=True)
 class Note:
-    """A paragraph. label: before the text; a tag in the color of `tone` (good, warn or plain) if there is one."""
+    """A paragraph."""
 
     text: str
-    label: str = ""
-    tone: str = ""
+    label: str = ""  # before the text
+    tone: str = ""  # good, warn or plain: makes the label a colored tag
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure. notes: how to read it and what it shows. now: its main number."""
+    """A figure."""
 
     title: str
     svg: Markup
     notes: Sequence[Note] = ()
-    now: str = ""
+    now: str = ""  # the main number of the figure
 
 
 @dataclass(frozen=True)
@@ -46,61 +46,53 @@ class Charts:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Large numbers side by side: name, value and what to know about it."""
+    """Large numbers side by side: name, value, and a note on the value."""
 
     rows: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table.
-
-    note: a second line. tone: good, warn or plain, which makes the text a tag. share: the length of a bar, in [0, 1].
-    shade: a CSS color behind the text. hint: shown under the pointer. link: where the text leads. mark: before the
-    text. strong: whether it stands out.
-    """
+    """A cell of a table."""
 
     text: str
-    note: str = ""
-    tone: str = ""
-    share: float | None = None
-    shade: str = ""
-    hint: str = ""
-    link: str = ""
-    mark: Markup | str = ""
-    strong: bool = False
+    note: str = ""  # a second line
+    tone: str = ""  # good, warn or plain: makes the text a colored tag
+    share: float | None = None  # the length of a bar, in [0, 1]
+    shade: str = ""  # a CSS color behind the text
+    hint: str = ""  # tooltip
+    link: str = ""  # URL
+    mark: Markup | str = ""  # before the text
+    strong: bool = False  # bold
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. numeric, mono: indices of the columns aligned to the right or in a fixed-width font.
-
-    best: the index of a row that stands out.
-    """
+    """A table."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
     title: str = ""
     note: str = ""
-    numeric: Sequence[int] = ()
-    mono: Sequence[int] = ()
-    best: int | None = None
+    numeric: Sequence[int] = ()  # indices of columns that are aligned to the right
+    mono: Sequence[int] = ()  # indices of columns in a fixed-width font
+    best: int | None = None  # index of the row that is highlighted
 
 
 @dataclass(frozen=True)
 class Card:
-    """A titled box. now: a number beside the title. tag: a warning beside it. code: text to copy."""
+    """A titled box."""
 
     title: str = ""
     parts: Sequence[Part] = ()
-    now: str = ""
-    tag: str = ""
-    code: str = ""
+    now: str = ""  # a number beside the title
+    tag: str = ""  # a warning beside the title
+    code: str = ""  # text to copy
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Parts that are hidden until the reader opens them, unless `open`."""
+    """Parts that the reader can open and close; closed at first unless `open` is set."""
 
     title: str
     parts: Sequence[Part]
@@ -109,10 +101,10 @@ class Fold:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of a page: labeled lines, of which the first stands out. tone: good, mixed, warn or plain."""
+    """The main result of a page: labeled lines, the first of which is large."""
 
-    tone: str
-    rows: Sequence[tuple[str, str]]
+    tone: str  # good, mixed, warn or plain
+    rows: Sequence[tuple[str, str]]  # (label, text)
 
 
 Part = Union[Note, Charts, Tiles, Table, Card, Fold, Verdict, Markup]  # noqa: UP007, a forward reference
@@ -120,7 +112,7 @@ Part = Union[Note, Charts, Tiles, Table, Card, Fold, Verdict, Markup]  # noqa: U
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part of a page; without a title its parts follow the section before."""
+    """A titled part of a page; without a title, its parts continue the section before."""
 
     title: str
     parts: Sequence[Part]
@@ -128,19 +120,19 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page. kind: in small letters above the title. facts: names and values below it."""
+    """A whole page."""
 
-    kind: str
+    kind: str  # in small letters above the title
     title: str
     sections: Sequence[Section]
-    facts: Sequence[tuple[str, str]] = ()
+    facts: Sequence[tuple[str, str]] = ()  # names and values below the title
     description: Sequence[str] = ()
 
     def html(self) -> str:
-        """Returns the page as one HTML file that loads nothing."""
+        """Returns the page as a self-contained HTML file, which loads no other files."""
         environment = Environment(
             loader=PackageLoader("trimtab.pages"),
-            # For every file name: the pages contain model output, which is untrusted.
+            # For all templates, whatever their suffix: pages contain untrusted model output.
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
@@ -148,7 +140,7 @@ class Page:
         )
         environment.globals["refuse"] = _refuse
         template = environment.get_template("page.html.j2")
-        # Escaped here, once: figures have text of others too.
+        # Escape control characters last: figures contain untrusted text too.
         return clean(template.render(page=self, version=importlib.metadata.version("trimtab")))
 
 
@@ -157,7 +149,7 @@ def _refuse(part: object) -> None:
 
 
 def charts(shown: Sequence[Chart], absent: Sequence[str]) -> list[Part]:
-    """Returns figures in a grid and a note that names those which the data does not allow."""
+    """Returns figures in a grid, and a note that names the figures for which data is missing."""
     return [*([Charts(shown)] if shown else []), *([Note(f"Not shown: {'; '.join(absent)}.")] if absent else [])]
 
 
@@ -165,6 +157,6 @@ STATUS_TONES = {"fail": "warn", "note": "plain", "ok": "good"}
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """Returns one row per check: its status, its name, what was found and what to do."""
+    """Returns a table with one row per check: its status, its name, what was found and what to do."""
     rows = [[Cell(item.status, tone=STATUS_TONES[item.status]), item.name, item.text] for item in findings]
     return Table(("status", "check", "what was found"), rows)

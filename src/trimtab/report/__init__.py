@@ -1,6 +1,6 @@
-"""Pages about runs, from their files.
+"""Writes HTML pages about runs from the files of the runs.
 
-`run_report` is the page of one run: `health` is its verdict, `run_charts` its charts. `comparison` is the page of
-several runs: `groups` says which belong together and what limits it, `comparison_figures` has its figures.
-`experiment_page` is that of a grid of methods and regimes. `run_objective` is the objective of a run.
+`run_report` writes the page of one run, with the verdict of `health` and the charts of `run_charts`. `comparison`
+writes the page of several runs, with the groups of `groups` and the figures of `comparison_figures`. `experiment_page`
+writes the page of a grid of methods and regimes. `run_objective` returns the objective of a run.
 """

@@ -1,6 +1,6 @@
-"""Compares several runs: one HTML page, and the same content as data.
+"""Compares several runs: as one HTML page, and as data with the same content.
 
-Its tables have a row for each group and a column for each number, with means and intervals over seeds.
+The tables have a row for each group of runs and a column for each number, with means and intervals over seeds.
 """
 
 from __future__ import annotations
@@ -33,19 +33,15 @@ SHARE_LIMITS = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a run. key: a field of `RunSummary`.
+    """A column of a table: one number of each run."""
 
-    better: the better direction; None for descriptive numbers and for wall-clock seconds, which are comparable only
-    between runs that had an idle machine to themselves.
-    form: a share with three decimals, a number with three digits, one that spans decades, or a whole number.
-    limits: the range of possible values.
-    """
-
-    key: str
+    key: str  # a field of `RunSummary`
     title: str
+    # The better direction. None for descriptive numbers, and for wall-clock seconds, which are comparable only between
+    # runs that had the machine to themselves.
     better: Literal["high", "low"] | None = None
-    form: Form = "share"
-    limits: tuple[float, float] = (0.0, math.inf)
+    form: Form = "share"  # share: three decimals; number: three digits; decades: spans orders of magnitude
+    limits: tuple[float, float] = (0.0, math.inf)  # the range of possible values
 
 
 RESULT_COLUMNS = (
@@ -71,12 +67,12 @@ PROCESS_COLUMNS = (
 
 @dataclass(frozen=True)
 class ColumnResult:
-    """One column over all groups: a value per seed (None: not measured), intervals, and the index of the winner."""
+    """One column over all groups."""
 
     column: Column
-    values: list[list[float | None]]
-    intervals: list[SeedMean | None]
-    winner: int | None
+    values: list[list[float | None]]  # by group and seed; None: not measured
+    intervals: list[SeedMean | None]  # by group
+    winner: int | None  # index of the best group, if there is one
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +86,9 @@ class RunComparison:
 
 
 def compare(runs: Sequence[Path]) -> RunComparison:
-    """Returns the comparison of runs; those that differ only in the seed are one group.
+    """Returns the comparison of runs; runs that differ only in the seed form one group.
 
-    Raises `TrimtabError` when a run's files are missing, empty or damaged.
+    Raises `TrimtabError` if files of a run are missing, empty or damaged.
     """
     groups, notes = group_runs(runs)
     comparable, summaries = same_measure(groups), [summaries_of(group) for group in groups]
@@ -121,7 +117,7 @@ def write_page(comparison: RunComparison, path: Path) -> Path:
 
 
 def as_data(comparison: RunComparison) -> dict[str, Any]:
-    """Returns the tables for JSON: names as on the page, unrounded numbers, null for what was not measured."""
+    """Returns the tables for JSON: group names as on the page, unrounded numbers, null if not measured."""
     columns = [*comparison.results, *comparison.process_metrics]
     return {
         "groups": [
@@ -150,7 +146,7 @@ def as_data(comparison: RunComparison) -> dict[str, Any]:
 
 
 def held_out(groups: Sequence[Group]) -> dict[str, str]:
-    """Returns the held-out greedy accuracy after training by group: each seed, and the mean of several seeds."""
+    """Returns the held-out greedy accuracy after training, by group: the value of each seed, and the mean."""
     summary = {}
     for group in groups:
         values = [run.held_out.after for run in group.runs]
@@ -162,7 +158,7 @@ def held_out(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def differing_keys(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """Returns the dotted keys whose values differ between groups, with one value per group; None for an absent key."""
+    """Returns the dotted keys that differ between groups, with one value per group (None if the key is absent)."""
     keys = dict.fromkeys(key for group in groups for key in group.config)
     values = {key: [group.config.get(key) for group in groups] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
@@ -243,7 +239,7 @@ def _differences(comparison: RunComparison) -> list[Part]:
 
 
 def _equation_cards(equations: Mapping[str, str]) -> list[Part]:
-    """Returns each equation once, one above the other, with the groups that it is of."""
+    """Returns one card for each distinct equation, titled with the groups that minimize it."""
     names: dict[str, list[str]] = {}
     for name, equation in equations.items():
         names.setdefault(equation, []).append(name)
@@ -251,12 +247,12 @@ def _equation_cards(equations: Mapping[str, str]) -> list[Part]:
 
 
 def _run_table(comparison: RunComparison, folder: Path) -> Fold:
-    """Returns one row per run, with a link to its report where it exists."""
+    """Returns a table with one row per run, with a link to the report of the run if it exists."""
     rows = []
     for index, group in enumerate(comparison.groups):
         for place, run in enumerate(group.runs):
             report = run.path / REPORT
-            # Quoted and with a leading dot: a folder name must not be parsed as a URL scheme or a query.
+            # Quotes and the leading dot keep a folder name from being parsed as a URL scheme or a query.
             link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
             name = Cell(one_line(run.path.name), link=link)
             cells = [format_in(item.column, item.values[index][place]) for item in comparison.results]
@@ -278,7 +274,7 @@ def _interval_data(interval: SeedMean | None) -> dict[str, Any] | None:
 
 
 def summaries_of(group: Group) -> list[RunSummary]:
-    """Returns the numbers of each run; its time is that of its steps."""
+    """Returns the summary of each run; its seconds are the sum over the steps."""
     return [summarize(run, "done", float(run.series("time/step")[1].sum())) for run in group.runs]
 
 
@@ -287,8 +283,8 @@ def outcome(
 ) -> ColumnResult | None:
     """Returns the column over the runs of all groups, or None if no run measured it.
 
-    A winner is determined only where every run was measured, no group has a seed twice, and `judged`, for comparable
-    groups, is set.
+    A winner is determined only if `judged` is set (the groups are comparable), every run has a value, and no group has
+    a seed twice.
     """
     values = [[getattr(summary, column.key) for summary in runs] for runs in summaries]
     known = [[value for value in seeds if value is not None] for seeds in values]
@@ -300,7 +296,7 @@ def outcome(
 
 
 def _winner(column: Column, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> int | None:
-    """Returns the only group that may be the best, by differences paired by seed, or None."""
+    """Returns the index of the group that is the best by differences paired by seed, or None if several may be."""
     if column.better is None or len(groups) < 2:
         return None
     sign = 1 if column.better == "high" else -1
@@ -311,7 +307,7 @@ def _winner(column: Column, groups: Sequence[Group], values: Sequence[Sequence[f
 
 
 def summary_table(outcomes: Sequence[ColumnResult], names: Sequence[str], marks: Sequence[Markup]) -> Table:
-    """Returns one row per group: mean, interval, and whether it is best. marks: before the names."""
+    """Returns a table with one row per group: mean, interval, and whether it is the best. `marks` precede the names."""
     rows = [
         [Cell(name, mark=mark), *(_cell(item, index) for item in outcomes)]
         for index, (name, mark) in enumerate(zip(names, marks, strict=True))
@@ -325,13 +321,13 @@ def _cell(item: ColumnResult, index: int) -> Cell:
         return Cell("–")
     low, high = format_in(item.column, interval.low), format_in(item.column, interval.high)
     ends = f"[{low}, {high}]" if interval.high > interval.low else ""
-    # A mean over some of the seeds must be recognizable.
+    # Shows that a mean is over some of the seeds only.
     seeds = f" {interval.count} of {len(values)}" if interval.count < len(values) else ""
     return Cell(format_in(item.column, interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)
 
 
 def format_in(column: Column, value: float | None) -> str:
-    """Returns a value in the form of its column; a dash for what was not measured."""
+    """Returns a value in the form of its column, or a dash if it was not measured."""
     if value is None:
         return "–"
     if value == 0:

@@ -35,16 +35,12 @@ _BAND_POINTS = 480
 
 @dataclass(frozen=True)
 class Panel:
-    """The specification of one figure.
-
-    keys: of them the first that a run logged is drawn; held-out accuracy and the share of clipped tokens have none.
-    averaged: long series get a trailing mean; logarithmic ones do not, since it is dominated by the largest value.
-    """
+    """The specification of one figure."""
 
     title: str
-    keys: tuple[str, ...] = ()
-    log: bool = False
-    averaged: bool = True
+    keys: tuple[str, ...] = ()  # the first logged key is drawn; held-out accuracy and clipped tokens have no key
+    log: bool = False  # logarithmic axis, without a trailing mean: the largest value would dominate it
+    averaged: bool = True  # long series get a trailing mean
 
     def read(self, run: Run) -> Series:
         if self is ACCURACY:
@@ -53,7 +49,7 @@ class Panel:
         steps, values = next((series for series in logged if len(series[0])), logged[0])
         if not self.log:
             return steps, values
-        # A 0 says that nothing was measured, but not where tokens were compared (`numerics = "invariant"`).
+        # A 0 means "not measured", unless tokens were compared at that step (`numerics = "invariant"`).
         compared, tokens = run.series("mismatch/tokens")
         measured = values > 0
         if self.keys[0].startswith("mismatch/"):
@@ -89,7 +85,7 @@ class Spread:
 
 
 def band(series: Sequence[Series]) -> Spread | None:
-    """Returns mean and range over the steps that all seeds have, or None without any.
+    """Returns the mean and range over seeds at the steps that all seeds have, or None if there are no such steps.
 
     Later steps are left out: a mean over the remaining seeds would be biased towards runs that did not stop early.
     """
@@ -103,9 +99,9 @@ def band(series: Sequence[Series]) -> Spread | None:
 
 
 def thinned(band: Spread) -> Spread:
-    """Returns the band with at most 480 points, which bounds the size of the SVG.
+    """Returns the band with at most 480 points, to bound the size of the SVG.
 
-    Each point is the mean, the lowest and the highest value of a group of neighbors.
+    Each point has the mean, minimum and maximum of a group of neighboring steps.
     """
     size = -(-len(band.steps) // _BAND_POINTS)
     if size == 1:
@@ -121,10 +117,7 @@ def thinned(band: Spread) -> Spread:
 
 
 def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[str]]:
-    """Returns the figures that some run has data for, and the titles of the others.
-
-    The first titles are of what no run logged, the second of what is 0 at every step of all runs.
-    """
+    """Returns the figures, the titles of metrics that no run logged, and the titles of metrics that are always 0."""
     drawn, absent, zero = [], [], []
     for panel in PANELS:
         series = [[panel.read(run) for run in group.runs] for group in groups]
@@ -150,7 +143,7 @@ def swatch(index: int) -> Markup:
 
 
 def legend_of(names: Sequence[str]) -> Markup:
-    """Returns the legend of figures: the line and the name of each group."""
+    """Returns the legend of the figures: the line style and the name of each group."""
     items = [Markup("<li>{}<bdi>{}</bdi></li>").format(swatch(index), name) for index, name in enumerate(names)]
     return Markup('<ul class="legend small">{}</ul>').format(Markup("").join(items))
 
@@ -174,7 +167,7 @@ def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) ->
 def _draw_group(
     axes: Axes, series: Sequence[Series], line_style: tuple[str, Any], *, points: bool, crowded: bool, averaged: bool
 ) -> None:
-    """Draws the mean over the steps all seeds have, and its band; thin beneath a trailing mean what was logged."""
+    """Draws the mean over seeds and its band; below a trailing mean, the logged values as a thin line."""
     color, style = line_style
     raw = band(series)
     if raw is None:
@@ -196,5 +189,5 @@ def _line_style(index: int) -> tuple[str, Any]:
 
 
 def _style_number(index: int) -> int:
-    """Returns the index of the line style; colors repeat after six groups, so 36 groups are distinguishable."""
+    """Returns the index of the line style, which changes when the six colors repeat: 36 groups are distinguishable."""
     return (index + index // len(CYCLE)) % len(STYLES)

@@ -1,4 +1,4 @@
-"""An experiment: its table of methods x regimes x seeds with means, intervals and ranks, as Markdown and as a page."""
+"""The results of an experiment (methods x regimes x seeds): means, intervals and ranks, as Markdown and as a page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trimtab.text import code_span, markdown_text
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
 ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
 MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
-# Letters as outlines, since a paper's reader may lack the font; equal figures are equal files.
+# Text is drawn as outlines because a reader may lack the font; the salt makes equal figures byte-identical.
 _SETTINGS: dict[Any, Any] = {
     **RC,
     "figure.facecolor": "white",
@@ -44,25 +44,16 @@ _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date
 
 @dataclass(frozen=True, eq=False)
 class MethodScore:
-    """The result of one method in one regime.
-
-    accuracy: held-out greedy accuracy after training, mean over seeds; a diverged run counts as 0.
-    collapsed: number of runs that ended below half of their initial accuracy, diverged ones included.
-    rank: 1 for the highest mean of the regime.
-    behind: accuracy of the regime's first method minus this one, paired by seed.
-    is_best: as good as the best: no method leads it beyond the spread of seeds, and the choice among all methods is
-    accounted for (`intervals.contenders`).
-    detectable: the lead of the first method that these seeds would have shown with a probability of 80%.
-    """
+    """The result of one method in one regime."""
 
     seeds: tuple[int, ...]
-    values: tuple[float, ...]
-    accuracy: SeedMean
-    rank: int
-    behind: SeedMean
-    is_best: bool
-    detectable: float
-    collapsed: int
+    values: tuple[float, ...]  # the accuracy of each seed
+    accuracy: SeedMean  # held-out greedy accuracy after training, mean over seeds; a diverged run counts as 0
+    rank: int  # 1 for the highest mean accuracy in the regime
+    behind: SeedMean  # accuracy of the method of rank 1 minus the accuracy of this method, paired by seed
+    is_best: bool  # may be the best, by t tests corrected for the number of methods (`intervals.contenders`)
+    detectable: float  # the lead over this method that these seeds would have shown with a probability of 80%
+    collapsed: int  # number of runs that ended below half of their initial accuracy, including diverged runs
     diverged: int
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
 
@@ -72,33 +63,29 @@ class MethodScore:
 
     @property
     def interval_text(self) -> str:
-        """`[0.836, 0.867]`; empty for a single seed."""
+        """The interval of the accuracy, such as `[0.836, 0.867]`; empty for a single seed."""
         return f"[{self.accuracy.low:.3f}, {self.accuracy.high:.3f}]" if len(self.values) > 1 else ""
 
     @property
     def rank_text(self) -> str:
-        """`#1`, or `#2=` for a method that the seeds do not separate from the best one."""
+        """The rank, such as `#1`, or `#2=` for a method that may be the best although its rank is not 1."""
         return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
 
 
 @dataclass(frozen=True, eq=False)
 class ComparisonTable:
-    """The results of an experiment: `scores` by (method, regime).
-
-    refused: the reason, by (method, regime), why a pair was not trained. failed: rows of runs that ended with an
-    error. before: mean accuracy before training.
-    """
+    """The results of an experiment."""
 
     methods: tuple[str, ...]
-    regimes: Mapping[str, str]
-    scores: Mapping[tuple[str, str], MethodScore]
-    refused: Mapping[tuple[str, str], str]
-    failed: tuple[Mapping[str, Any], ...]
-    before: float | None
+    regimes: Mapping[str, str]  # the description of each regime, by name
+    scores: Mapping[tuple[str, str], MethodScore]  # by (method, regime)
+    refused: Mapping[tuple[str, str], str]  # why a pair was not trained, by (method, regime)
+    failed: tuple[Mapping[str, Any], ...]  # rows of runs that ended with an error
+    before: float | None  # mean accuracy before training
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
-    """Returns the table of `rows`, with methods and regimes in the order of their first row."""
+    """Returns the table of `rows`; methods and regimes are in the order in which they first appear."""
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     regimes = {row["regime"]: row.get("regime_description") or "" for row in rows}
     refused = {(row["method"], row["regime"]): row["error"] for row in rows if row["status"] == "refused"}
@@ -140,7 +127,7 @@ def _value(row: Mapping[str, Any]) -> float:
 
 
 def _leads(first: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Returns the leads of the first method paired by seed: runs of one seed see the same prompts in the same order."""
+    """Returns `first` - `other` for each shared seed: runs with equal seeds see the same prompts in the same order."""
     return [first[seed] - other[seed] for seed in first if seed in other]
 
 
@@ -149,7 +136,7 @@ def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) 
 
 
 def markdown(table: ComparisonTable) -> str:
-    """Returns a Markdown table, methods x regimes: mean [interval], rank, `†` where most runs collapsed."""
+    """Returns a Markdown table, methods x regimes: mean [interval], rank, and `†` if most runs collapsed."""
     head = ["method", *map(markdown_text, table.regimes)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for method in table.methods:
@@ -159,7 +146,7 @@ def markdown(table: ComparisonTable) -> str:
 
 
 def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
-    """Returns one cell, such as `0.854 [0.836, 0.867] #1`, or a dash where nothing was trained."""
+    """Returns one cell, such as `0.854 [0.836, 0.867] #1`, or a dash if the pair was not trained."""
     score = table.scores.get((method, regime))
     if score is None:
         return "–"
@@ -179,7 +166,7 @@ def legend(table: ComparisonTable) -> str:
 
 
 def _power_text(table: ComparisonTable) -> str:
-    """Returns a sentence on the leads that the seeds would have shown, empty where seeds are too few to tell."""
+    """Returns a sentence on the leads that these seeds can detect; empty if there are too few seeds."""
     texts = []
     for regime in table.regimes:
         others = [score for (_, name), score in table.scores.items() if name == regime and score.rank > 1]
@@ -190,7 +177,7 @@ def _power_text(table: ComparisonTable) -> str:
 
 
 def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
-    """Returns the accuracy of every method in every regime: a dot for each seed, a bar at their mean.
+    """Returns a figure of the accuracy of every method in every regime: a dot for each seed, a bar at the mean.
 
     The dotted line is the accuracy before training. A method that was not trained in a regime has no dots there.
     """
@@ -217,10 +204,10 @@ def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
 
 
 def write_accuracy_figure(table: ComparisonTable, methods: Sequence[str], path: Path) -> list[Path]:
-    """Writes `accuracy_figure` as `path` with the suffixes .png (160 dots per inch) and .svg, and returns both."""
+    """Writes `accuracy_figure` to `path` with the suffixes .png (160 dots per inch) and .svg; returns both paths."""
     written = []
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
-        # A name may contain characters that the font lacks; they are drawn as boxes.
+        # Characters of a name that the font lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = accuracy_figure(table, methods)
         for kind, metadata in _METADATA.items():
@@ -283,7 +270,7 @@ def _cell(table: ComparisonTable, method: str, regime: str) -> Cell:
 
 
 def _shade(value: float, before: float | None) -> str:
-    """Returns a CSS color: blue above the initial accuracy, orange below, stronger with distance."""
+    """Returns a CSS color: blue above the initial accuracy, orange below it, more opaque with the difference."""
     start = before or 0.0
     above = value >= start
     largest = (1 - start) if above else start

@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in seed and output folder, and what limits their comparison."""
+"""Groups runs that differ only in seed and output folder, and lists what limits a comparison of the groups."""
 
 from __future__ import annotations
 
@@ -25,21 +25,18 @@ _SEED = re.compile(r"[-_. ]?seed[-_]?\d+$")
 PROBLEMS = "eval.problems"
 _COUNT = re.compile(r"eval/[^/]+/problems")
 _MEASURE = ("task.", "model.path", PROBLEMS, "reward")
-"""Settings, and starts of their names, whose difference makes held-out accuracies incomparable."""
+"""Prefixes of settings. If one of these settings differs, held-out accuracies are not comparable."""
 _SIZES = ("trainer.prompts", "trainer.samples", "trainer.steps")
-"""Settings whose difference makes a step another amount of data, or the last one another step."""
+"""Settings that determine how much data a step contains and how many steps there are."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs that differ only in seed and output folder.
-
-    `config` is their recipe with every default, flattened to dotted keys.
-    """
+    """Runs that differ only in seed and output folder."""
 
     name: str
     runs: list[Run]
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the recipe of the runs with all defaults, flattened to dotted keys
 
     @property
     def seeds(self) -> list[int | None]:
@@ -47,9 +44,9 @@ class Group:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Returns `path` itself if it is a run directory, otherwise the runs up to two folders below it.
+    """Returns `path` itself if it is a run directory, otherwise the run directories one or two levels below it.
 
-    Raises `TrimtabError` when there is none.
+    Raises `TrimtabError` if there is no run.
     """
     if (path / CONFIG).is_file():
         return [path]
@@ -61,14 +58,14 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def group_runs(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
-    """Returns the runs grouped by their recipe without seed and output folder, and notes about reading them.
+    """Returns the runs grouped by their recipe without seed and output folder, and notes about skipped runs.
 
-    Groups are in the order of their first run; a path given twice counts once. Runs without a finished step are left
-    out, with a note. Raises `TrimtabError` when none is left or a file is damaged.
+    Groups are in the order of their first run; a path given twice counts once. Runs without a finished step are
+    skipped, with a note. Raises `TrimtabError` if no run is left or a file is damaged.
     """
     unique = list({path.resolve(): path for path in paths}.values())
     started = [path for path in unique if _has_step(path)]
-    # If no run has a step, `read_run` raises the error that says what is missing.
+    # If no run has a finished step, `read_run` raises an error that says what is missing.
     runs = [read_run(path) for path in started or unique]
     notes = [f"{path} has no finished step yet and is left out." for path in unique if path not in started]
     recipes: list[Mapping[str, Any]] = []
@@ -85,9 +82,9 @@ def group_runs(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
 
 
 def recipe_of(run: Run, notes: list[str]) -> dict[str, Any]:
-    """Returns the resolved recipe without seed and output folder, as dotted keys.
+    """Returns the resolved recipe of a run without seed and output folder, flattened to dotted keys.
 
-    A recipe that this version rejects is returned as written, and a note is appended to `notes`.
+    If this version rejects the recipe, the function returns it as written and appends a note to `notes`.
     """
     config: Mapping[str, Any] = run.config
     try:
@@ -105,12 +102,12 @@ def _has_step(path: Path) -> bool:
 
 
 def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]]) -> list[str]:
-    """Returns a name for each group: its objective, with the folder where several groups have that objective."""
+    """Returns a name for each group: its objective, followed by the folder if several groups share the objective."""
     objectives = [format_value(recipe.get("objective.name", "run")) for recipe in recipes]
     names: list[str] = []
     for objective, runs in zip(objectives, members, strict=True):
         path = runs[0].path.resolve()
-        # `soup` for soup/seed0 and for soup-seed0.
+        # The folder is `soup` for the runs soup/seed0 and soup-seed0.
         folder = path.parent.name if _SEED.fullmatch(path.name) else _SEED.sub("", path.name) or path.name
         name = objective if objectives.count(objective) == 1 else f"{objective} ({one_line(folder)})"
         candidates = (name if count == 1 else f"{name} #{count}" for count in itertools.count(1))
@@ -119,12 +116,12 @@ def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]
 
 
 def same_measure(groups: Sequence[Group]) -> bool:
-    """Whether all groups have the same task, rewards, model and held-out problems, so that one can be best."""
+    """Whether all groups have the same task, rewards, model and held-out problems; otherwise no group is the best."""
     return not _differing(groups, _MEASURE)
 
 
 def cautions(groups: Sequence[Group]) -> list[str]:
-    """Returns one sentence for each difference that limits the comparison, most serious first."""
+    """Returns one sentence for each difference that limits the comparison, the most serious first."""
     sentences = []
     if measure := _differing(groups, _MEASURE):
         sentences.append(f"{measure} differ: accuracies and rewards are of different things, and none is called best.")
@@ -169,7 +166,10 @@ def _seeds(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _differing(groups: Sequence[Group], keys: Sequence[str]) -> str:
-    """Returns `task.digits (a 2; b 3)` for up to four settings that start with one of `keys` and differ, or ""."""
+    """Returns up to four settings that differ, such as `task.digits (a 2; b 3)`; empty if none differs.
+
+    `keys` are prefixes of the settings that are compared.
+    """
     names = sorted({name for group in groups for name in group.config} | {PROBLEMS})
     parts = []
     for name in (name for key in keys for name in names if name.startswith(key)):
@@ -181,7 +181,7 @@ def _differing(groups: Sequence[Group], keys: Sequence[str]) -> str:
 def _value(group: Group, key: str) -> Any:
     """Returns a setting of the group.
 
-    The number of held-out problems is the logged one: a task may have fewer problems than the recipe asks for.
+    The number of held-out problems is read from the log: a task may have fewer problems than the recipe requests.
     """
     if key == PROBLEMS:
         counts = [run.series(name)[1] for run in group.runs for name in run.keys if _COUNT.fullmatch(name)]
@@ -191,7 +191,7 @@ def _value(group: Group, key: str) -> Any:
 
 
 def _by_group(groups: Sequence[Group], values: Sequence[str]) -> str:
-    """Returns `a 1; b, c 2`: the value of each group, with groups of equal value together."""
+    """Returns the value of each group, such as `a 1; b, c 2`; groups with equal values are listed together."""
     names: dict[str, list[str]] = {}
     for group, value in zip(groups, values, strict=True):
         names.setdefault(value, []).append(group.name)

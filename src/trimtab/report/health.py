@@ -1,8 +1,11 @@
-"""The health of a run: a list of checks over all steps it has logged, and the verdict that follows from them.
+"""The health of a run: checks over all logged steps, and the verdict that follows from them.
 
-Roles of metrics in it (`verdict` in metrics.toml): `mismatch` invalidates the correction, and only the first one that
-is outside its range is reported, from which the others follow; `noise`: where it is too low, the policy is not
-perturbed; `unused`: less data is used than could be; `lost`: counts of what was left out.
+A metric can have one of these roles (`verdict` in metrics.toml):
+
+mismatch    outside its range, the correction is invalid; only the first such metric is reported: it causes the others
+noise       below its range, the policy is in effect not perturbed
+unused      outside its range, less data is used than possible
+lost        counts data that was left out
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ ALARMS = {
     "gradient-explosion": "gradient norm",
     "gradient-zero": "gradient norm",
 }
-"""Alarms that a verdict repeats, by the name of the check. Those of the other rules are about metrics with a range."""
+"""Alarms of the monitor that a verdict repeats, with the name of the check; all others are about judged metrics."""
 MetricState = Literal["healthy", "at times", "outside"]
 MAX_PHASES, MIN_PHASE_STEPS = 4, 5
 RULE = (
@@ -42,11 +45,11 @@ RULE = (
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive measurements of one metric from step `first` to `last`, `outside` of them outside its range."""
+    """Consecutive measurements of one metric."""
 
-    first: int
-    last: int
-    outside: int
+    first: int  # step
+    last: int  # step
+    outside: int  # number of measurements outside the range of the metric
     measured: int
     median: float
 
@@ -60,17 +63,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class JudgedMetric:
-    """One metric over the run.
-
-    worst: the phase with the largest share of steps outside; among equals the one whose median is furthest out.
-    """
+    """One metric over the run."""
 
     key: str
     state: MetricState
     outside: int
     measured: int
     median: float
-    worst: Phase
+    worst: Phase  # the largest share of steps outside the range; of equal ones, the median that is furthest outside
 
     @property
     def steps(self) -> str:
@@ -82,35 +82,30 @@ class JudgedMetric:
 
     @property
     def shown(self) -> float:
-        """The median over the worst phase where any step is outside, otherwise over the run."""
+        """The median over the worst phase if any step is outside the range, otherwise over the run."""
         return self.worst.median if self.outside else self.median
 
 
 class Change(NamedTuple):
-    """What training changed. text: such as `Worse than before: 0.461 → 0.352`. fault: why that is one, or empty."""
+    """What training changed."""
 
-    text: str
-    fault: str
+    text: str  # such as `Worse than before: 0.461 → 0.352`
+    fault: str  # why the change is a fault; empty if it is not a fault
 
 
 @dataclass(frozen=True)
 class HealthVerdict:
-    """The verdict on a run, the checks it follows from, and every judged metric by key.
+    """The verdict on a run, the checks it follows from, and every judged metric by key."""
 
-    learned: what changed from before training to its end, such as `Worse than before: 0.461 → 0.352`; empty where that
-    was not measured. findings: `fail` for a fault, `note` for data that is lost or left out, `ok` for what is worth
-    knowing.
-    """
-
-    learned: str
+    learned: str  # the change over the training, such as `Worse than before: 0.461 → 0.352`; empty if not measured
     state: Literal["healthy", "healthy, but", "not healthy", "not judged"]
     length: str
-    findings: Sequence[Finding]
+    findings: Sequence[Finding]  # status `fail`: a fault; `note`: lost or unused data; `ok`: information
     metrics: Mapping[str, JudgedMetric]
 
     @property
     def headline(self) -> str:
-        """What was learned and the verdict, such as `Better than before: 0.46 → 0.81. Healthy over 80 steps`."""
+        """The change and the verdict, such as `Better than before: 0.46 → 0.81. Healthy over 80 steps`."""
         verdict = f"{self.state.removesuffix(', but').capitalize()} over {self.length}"
         return f"{self.learned}. {verdict}" if self.learned else verdict
 
@@ -122,13 +117,13 @@ class HealthVerdict:
 
     @property
     def note(self) -> str:
-        """What is worth knowing and not a fault, as one line; empty if there is nothing."""
+        """All findings with status `ok` in one line; empty if there are none."""
         notes = "; ".join(item.detail for item in self.findings if item.status == "ok")
         return f"To note: {notes}." if notes else ""
 
 
 def health(run: Run) -> HealthVerdict:
-    """Returns the verdict on all steps a run has logged, without those that its guard discarded."""
+    """Returns the verdict on all logged steps of a run, except steps that its guard discarded."""
     done, returns = run.steps, list(_returns(run))
     run = run.kept
     metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
@@ -165,11 +160,10 @@ def health(run: Run) -> HealthVerdict:
 
 
 def learned(run: Run) -> list[Change]:
-    """Returns what training changed: the held-out accuracy by task, faults first; the reward if that was not measured.
+    """Returns what training changed: the held-out accuracy of each task (faults first), otherwise the reward.
 
-    Empty for a run that is too short to tell.
+    The reward is judged if no task was measured before and after training; the list is empty if the run is too short.
     """
-    # Where it was measured before training and later.
     if measured := {task: one for task, one in run.accuracy().items() if None not in (one.before, one.after)}:
         changes = [_accuracy_change(run, task, found, named=len(measured) > 1) for task, found in measured.items()]
         return sorted(changes, key=lambda change: not change.fault)
@@ -187,9 +181,10 @@ def learned(run: Run) -> list[Change]:
 
 
 def _accuracy_change(run: Run, task: str, accuracy: Accuracy, *, named: bool) -> Change:
-    """Judges by Wilson's intervals; of an unknown number of problems nothing can be told.
+    """Judges an accuracy by Wilson's intervals; if the number of problems is unknown, no change is significant.
 
-    The best of several measurements is high by chance: its whole interval must lie above that of the last one.
+    The best of several measurements is high by chance: a fall from it counts only if its whole interval lies above the
+    interval of the last measurement.
     """
     before, *_, after = (float(value) for value in accuracy.values)
     _, counts = run.series(f"eval/{task}/problems")
@@ -212,7 +207,7 @@ def _accuracy_change(run: Run, task: str, accuracy: Accuracy, *, named: bool) ->
 
 
 def as_data(verdict: HealthVerdict) -> dict[str, Any]:
-    """Returns the verdict for JSON, with every metric that is outside its range at any step."""
+    """Returns the verdict for JSON, with every metric that was outside its range at any step."""
     return {
         "learned": verdict.learned,
         "state": verdict.state,
@@ -225,7 +220,7 @@ def as_data(verdict: HealthVerdict) -> dict[str, Any]:
 
 
 def _end(run: Run, done: int) -> Iterator[Finding]:
-    """Yields how the last start of the run ended before its last step, or with an error, from provenance.json.
+    """Yields a finding if the last start of the run ended early or with an error, from provenance.json.
 
     done: number of steps that were not discarded.
     """
@@ -233,7 +228,7 @@ def _end(run: Run, done: int) -> Iterator[Finding]:
     planned = run.config.get("trainer", {}).get("steps")
     complete = isinstance(planned, int) and done >= planned
     if last.get("outcome") == "failed":
-        # Up to the first clause: the page shows the whole message further down.
+        # Only the first clause: the page shows the whole message further down.
         error, _, _ = str(last.get("error") or "without a message").partition("; ")
         yield Finding("fail", "end", f"it ended with an error ({error})")
     elif "outcome" in last and not complete:
@@ -244,7 +239,7 @@ def _end(run: Run, done: int) -> Iterator[Finding]:
 
 
 def _returns(run: Run) -> Iterator[Finding]:
-    """Yields how often the guard returned to an earlier policy, whose steps are not judged."""
+    """Yields how often the guard returned to an earlier policy; the steps it discarded are not judged."""
     if run.returns:
         times = "once" if len(run.returns) == 1 else f"{len(run.returns)} times"
         discarded = len(run.rows) - len(run.kept.rows)
@@ -252,18 +247,18 @@ def _returns(run: Run) -> Iterator[Finding]:
 
 
 def _steps_without_numbers(run: Run) -> int:
-    """Returns the number of last steps without a finite number: JSON has none, so that they are logged as null."""
+    """Returns how many steps at the end of the run have no finite numbers; JSON logs such numbers as null."""
     for count, row in enumerate(reversed(run.rows)):
         found = [row[key] for key in ("reward/mean", K3, "optim/grad_norm") if key in row]
-        if len(found) < 2 or any(value is not None for value in found):  # one alone may have been left out
+        if len(found) < 2 or any(value is not None for value in found):  # a single null may mean "not measured"
             return count
     return len(run.rows)
 
 
 def _nothing_learned(run: Run) -> Iterator[Finding]:
-    """Yields why a run learns nothing: in more than half of its last phase every advantage was 0.
+    """Yields a finding if all advantages were 0 in more than half of the steps of the last phase.
 
-    A policy that solves all of its prompts has learned them: steps without signal then have the higher reward.
+    There is no finding if steps without signal have the higher mean reward: the policy has learned its prompts.
     """
     idle = np.array([_without_signal(row) for row in run.rows])
     if idle[equal_parts(len(idle))[-1]].mean() <= 0.5:
@@ -284,7 +279,7 @@ def _nothing_learned(run: Run) -> Iterator[Finding]:
 
 
 def _without_signal(row: Mapping[str, Any]) -> bool:
-    """Whether all rewards that a step compares were equal; where it compares the whole batch, no group is counted."""
+    """Whether all rewards that a step compares were equal; if it compares the whole batch, it logs no groups."""
     sampled, equal = row.get("groups/sampled") or 0, row.get("groups/no_signal") or 0
     return equal >= sampled > 0 or (row.get("reward/std") == 0 and not row.get("expert/traces"))
 
@@ -294,11 +289,11 @@ def _mean_reward(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) -> Iterator[Finding]:
-    """Yields the first of the critical mismatch metrics that is outside its range.
+    """Yields the first critical mismatch metric that is outside its range.
 
-    The published ranges are for numerics alone; of stale samples the ratio to the behavior policy is what the recipe
-    asks for. Without lag, or with an objective that does not read the sampler's log-probs, it is a fault, and so is k3
-    beyond everything published.
+    The published ranges are for numerical mismatch alone. Stale samples exceed them as intended: that is a note if the
+    objective reads the sampler's log-probs. Without lag, with another objective, or if k3 exceeds all published values,
+    it is a fault.
     """
     names = with_verdict("mismatch")
     found = next(_outside(metrics, names), None)
@@ -319,7 +314,7 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
 
 
 def _noise(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
-    """Yields that the perturbation (ALP noise) has no effect. Noise on the logits has no entries that it changes."""
+    """Yields a finding if the perturbation (ALP noise) has no effect. Noise on the logits logs no changed entries."""
     names = with_verdict("noise")
     if found := next(_outside(metrics, names), None):
         detail = f"the noise of the perturbation is in effect a no-op: {names[found.key]} is {_value_text(found)}"
@@ -333,7 +328,10 @@ def _losses(run: Run) -> Iterator[Finding]:
 
 
 def _unused(run: Run, metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
-    """Yields data that is not used. Where the reward clearly rose, groups are alike because prompts were learned."""
+    """Yields data that is not used.
+
+    If the reward clearly rose, groups without signal are not a problem: their prompts were learned.
+    """
     _, rewards = run.series("reward/mean")
     parts = equal_parts(len(rewards))
     rose = len(parts) > 1 and clearly_above(rewards[parts[-1]], rewards[parts[0]])
@@ -349,7 +347,7 @@ def _outside(metrics: Mapping[str, JudgedMetric], keys: Iterable[str]) -> Iterat
 
 
 def _value_text(found: JudgedMetric) -> str:
-    """Returns `0.12 over the run, 0.81 in steps 21 to 40`; one part if both are equal or the first is healthy."""
+    """Returns `0.12 over the run, 0.81 in steps 21 to 40`; only one part if both are equal or the first is healthy."""
     whole, worst = (beside(value, bounds(found.key)) for value in (found.median, found.worst.median))
     if judge(found.key, found.median) != "outside":
         return f"{worst} in steps {found.worst}"
@@ -357,7 +355,7 @@ def _value_text(found: JudgedMetric) -> str:
 
 
 def _alarms(run: Run) -> Iterator[Finding]:
-    """Yields the alarms of the monitor that hold at the end of the run. Steps without an update have no gradient."""
+    """Yields the alarms of the monitor that hold at the end of the run, among steps with an update (if any)."""
     rows = [row for row in run.rows if row.get("optim/grad_norm") is not None] or run.rows
     for alarm in lasting_alarms(steps_of(rows)):
         if alarm.name in ALARMS:
@@ -366,7 +364,7 @@ def _alarms(run: Run) -> Iterator[Finding]:
 
 
 def judge_metric(run: Run, key: str) -> JudgedMetric | None:
-    """Returns the metric `key` judged; None if it has no range or was not measured."""
+    """Returns the judgment of the metric `key`, or None if the metric has no range or was not measured."""
     row = metric(key)
     if row is None or (row.low is None and row.high is None):
         return None
@@ -386,7 +384,7 @@ def judge_metric(run: Run, key: str) -> JudgedMetric | None:
 
 
 def _judged_series(run: Run, row: Metric, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and values that the range of `key` applies to: the metric, or its share of another metric."""
+    """Returns the steps and values to which the range of `key` applies: the metric, or its ratio to another metric."""
     if not row.of:
         return run.series(key)
     measured = [(step["step"], step[key], step.get(row.of)) for step in run.rows if step.get(key) is not None]
@@ -396,5 +394,5 @@ def _judged_series(run: Run, row: Metric, key: str) -> tuple[np.ndarray, np.ndar
 
 
 def equal_parts(count: int) -> list[np.ndarray]:
-    """Returns the indices of up to four equal parts of a run, each of at least five steps."""
+    """Returns the step indices of up to four equal parts of a run, each with at least five steps."""
     return np.array_split(np.arange(count), min(MAX_PHASES, max(count // MIN_PHASE_STEPS, 1)))

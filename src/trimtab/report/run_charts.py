@@ -1,4 +1,4 @@
-"""The charts of one run over its steps. What is drawn, and under which title, is said by the table of metrics."""
+"""The charts of one run over its steps. `metric_catalog` says which metrics are drawn, and under which titles."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from trimtab.text import number
 
 QUANTILES = ["q01", "q05", "q50", "q95", "q99"]
 ACCURACY = "eval/<task>/greedy"
-"""Drawn with the accuracy before training, as points between 0 and 1."""
+"""This metric is drawn as points between 0 and 1, together with the accuracy before training."""
 
 
 @dataclass(frozen=True, eq=False)
 class MetricCurve:
-    """A logged metric: its name in the legend, its row of the table, steps and values, both (count,)."""
+    """A logged metric as a curve."""
 
-    label: str
-    row: Metric
-    steps: np.ndarray
-    values: np.ndarray
+    label: str  # in the legend
+    row: Metric  # of the metric catalog
+    steps: np.ndarray  # (count,)
+    values: np.ndarray  # (count,)
 
 
 def chart_sections(run: Run) -> list[Section]:
-    """Returns the charts of what the run logged, by section of the table of metrics; the age of tokens is last."""
+    """Returns charts of the logged metrics, by section of the metric catalog; "Progress and age" is last."""
     found = []
     for part in sections():
         titles = dict.fromkeys(row.chart for row in part.metrics if row.chart)
@@ -57,7 +57,10 @@ def chart_sections(run: Run) -> list[Section]:
 
 
 def _curves(rows: Sequence[Metric], run: Run) -> list[MetricCurve]:
-    """Returns the curves of a chart that hold numbers, without those that repeat another: the total of one part."""
+    """Returns the curves of a chart that have values.
+
+    A curve of rewards or rejections that equals the curve of another row is left out: a total with a single part.
+    """
     curves: list[MetricCurve] = []
     for row in rows:
         for curve in _matches(row, run):
@@ -71,8 +74,8 @@ def _curves(rows: Sequence[Metric], run: Run) -> list[MetricCurve]:
 
 
 def _matches(row: Metric, run: Run) -> Iterator[MetricCurve]:
-    """Yields the curves of a row, in the order of the names that its pattern matches."""
-    # A key with a row of its own, such as reward/mean, is none of `reward/<name>`.
+    """Yields the curves of a row of the metric catalog, sorted by the keys that its pattern matches."""
+    # A key with a separate row, such as reward/mean, does not belong to the row `reward/<name>`.
     found = [match for match in map(row.pattern.fullmatch, run.keys) if match and metric(match[0]) is row]
     for match in sorted(found, key=lambda match: natural_key(match[0])):
         steps, values = run.series(match[0])
@@ -81,7 +84,7 @@ def _matches(row: Metric, run: Run) -> Iterator[MetricCurve]:
 
 
 def _chart(title: str, curves: Sequence[MetricCurve], run: Run) -> Chart:
-    """Returns a chart with what each of its metrics is and where it is healthy."""
+    """Returns a chart, with notes on the meaning and the healthy range of each of its metrics."""
     first, *others = {curve.row.key: curve.row for curve in curves}.values()
     if not others:
         notes = [Note(first.what), Note(first.healthy, "Healthy")]
@@ -98,7 +101,7 @@ def _chart(title: str, curves: Sequence[MetricCurve], run: Run) -> Chart:
 
 
 def _mark_returns(axes: Axes, run: Run) -> None:
-    """Draws a line at the first step after each return, and shades the steps that were discarded."""
+    """Draws a line at the first step after each return to a checkpoint, and shades the discarded steps."""
     for first, last in run.discarded:
         axes.axvspan(first - 0.5, last + 0.5, color=INK, alpha=0.1, linewidth=0, zorder=0)
     starts = {one.start for one in run.returns}
@@ -123,17 +126,17 @@ def _paint(axes: Axes, curves: Sequence[MetricCurve], run: Run) -> None:
         _draw_curves(axes, curves)
     if row.bound:
         _draw_bound(axes, row.bound, run)
-    if not row.of:  # The range of a share is not one of its numerator.
+    if not row.of:  # Otherwise the healthy range is that of a ratio, and the curve shows only its numerator.
         _shade_healthy(axes, row)
 
 
 def _draw_curves(axes: Axes, curves: Sequence[MetricCurve], *, points: bool = False) -> None:
-    """Draws the curves on an axis that the row of the first one asks for."""
+    """Draws the curves; the row of the first curve determines the scale of the axis."""
     row = curves[0].row
     for index, curve in enumerate(curves):
         color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
         marker = "o" if points or len(curve.steps) < 4 else None
-        # No trailing mean on a logarithmic axis: it would be dominated by the largest value.
+        # On a logarithmic axis the largest value would dominate a trailing mean.
         drawn = (curve.steps, curve.values)
         if len(curve.steps) >= AVERAGED_FROM and not row.log:
             axes.plot(*drawn, color=color, alpha=0.55, linewidth=0.7)
@@ -147,7 +150,7 @@ def _draw_curves(axes: Axes, curves: Sequence[MetricCurve], *, points: bool = Fa
 
 
 def _draw_layers(axes: Axes, curves: Sequence[MetricCurve]) -> None:
-    """Draws every layer; of more than six layers five and the range of all over the steps they share."""
+    """Draws a curve for each layer; of more than six layers, five curves and the range over all layers."""
     shown = curves
     if len(curves) > len(CYCLE):
         common = reduce(np.intersect1d, [curve.steps for curve in curves])
@@ -160,7 +163,7 @@ def _draw_layers(axes: Axes, curves: Sequence[MetricCurve]) -> None:
 
 
 def _draw_bound(axes: Axes, key: str, run: Run) -> None:
-    """Draws a level line at the recipe's value of `key` and extends the axis to it."""
+    """Draws a horizontal line at the recipe's value of `key` and extends the axis to include it."""
     section, _, name = key.partition(".")
     value = run.config.get(section, {}).get(name)
     if value is not None:

@@ -1,4 +1,4 @@
-"""The objective of a run, from its config.toml. A report never runs code that a run names."""
+"""The objective of a run, from its config.toml. A report never executes code that the config names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.objectives.presets import is_custom
 
 
 def known_objective(config: Mapping[str, Any]) -> Objective | None:
-    """Returns the objective of a run; None for one that this version does not know, or that is code of the run."""
+    """Returns the objective of a run, or None if this version does not know it or if it is user code."""
     section = config.get("objective", {})
     try:
         return None if "code" in section or is_custom(section["name"]) else from_section(section)
@@ -23,8 +23,8 @@ def known_objective(config: Mapping[str, Any]) -> Objective | None:
 def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Returns the resolved equation of a run's objective, or the reason why it cannot be built.
 
-    That of an objective that is not a preset is the one in the run's config.toml. `metrics` are those of any step;
-    calibrated bounds are logged at every step.
+    The equation of an objective that is not a preset is read from the run's config.toml. `metrics` are the logged
+    metrics of any step: they contain the calibrated bounds.
     """
     section = config.get("objective", {})
     if "equation" in section:

@@ -41,10 +41,10 @@ from trimtab.text import beside, duration, flatten, format_value, number, short
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
-# How much of the trajectories a page shows; the files hold all of them.
+# How much of the trajectory files a page shows.
 STEPS_SHOWN, GROUPS_SHOWN, SAMPLES_SHOWN, CHARACTERS_SHOWN = 8, 3, 4, 2000
 EPISODES_SHOWN, TOKENS_SHOWN = 6, 1000
-# The shade of a token is full at this quantile of |log-ratio| over the episodes shown.
+# A token has the full shade from this quantile of |log-ratio| over the shown episodes on.
 FULL_SHADE = 0.99
 
 
@@ -65,7 +65,7 @@ def _page(run: Run) -> Page:
     samples = [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
     last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
     starts = []
-    for part in run.starts:  # names and values, without what is not known
+    for part in run.starts:  # as names and values; unknown values are left out
         rows = [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
         starts.append(Card("Resumed" if starts else "Start", [Table((), rows)]))
     description = run.config.get("description", "")
@@ -100,7 +100,7 @@ def _page(run: Run) -> Page:
 
 
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
-    """Returns the metrics that are outside their range with what to do, those at times only in a box to open."""
+    """Returns tables of the metrics outside their range, with what to do; "at times" is in a box to open."""
 
     def table(state: MetricState) -> list[Part]:
         rows = [
@@ -142,7 +142,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = []
-    _, seconds = run.series("time/step")  # Also those of discarded steps.
+    _, seconds = run.series("time/step")  # includes discarded steps
     run = run.kept
     for task, accuracy in run.accuracy().items():
         ends = ["not measured" if value is None else f"{value:.3f}" for value in (accuracy.before, accuracy.after)]
@@ -171,9 +171,9 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _mismatch_views(run: Run) -> list[Part]:
-    """Returns the views of `trimtab diagnose` over an even choice of the trajectory files; none without files."""
+    """Returns the views of `trimtab diagnose` over evenly spaced trajectory files; empty if there are no files."""
     files = trajectory_files(run.path / TRAJECTORIES)
-    # Steps that log a mismatch have clean log-probs in their file; a perturbed run has them on probe steps only.
+    # Only steps that log a mismatch: their files have clean log-probs (in a perturbed run, the probe steps).
     chosen = evenly_spaced([step for step in map(int, run.series("mismatch/k3")[0]) if step in files], STEPS_SHOWN)
     if not chosen:
         return [Note("No step with a trajectory file measured the mismatch.")] if files else []
@@ -186,9 +186,9 @@ def _mismatch_views(run: Run) -> list[Part]:
 
 
 def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
-    """Returns one row per logged key: its values, its state over the run, and its healthy range.
+    """Returns a table with one row per logged key: its values, its state over the run, and its healthy range.
 
-    Documented keys are in the order of the documentation, before the others.
+    Documented keys come first, in the order of the documentation.
     """
     order = {row.key: index for index, row in enumerate(row for part in sections() for row in part.metrics)}
     rows = []
@@ -216,9 +216,9 @@ def _sample_step(step: int, file: Path, *, open: bool) -> Fold:
 
 
 def _group(samples: Sequence[ResponseText]) -> list[Part]:
-    """Returns the prompt of a group and up to four samples from the highest reward to the lowest."""
+    """Returns the prompt of a group and up to four of its samples, from the highest reward to the lowest."""
     first = samples[0]
-    # The last line of a few-shot prompt is often only "Answer:"; the question is the line before.
+    # The last line of a few-shot prompt is often "Answer:"; the question is in the line before.
     *before, end = first.prompt.strip().splitlines() or [""]
     line = end if len(end) > 12 else " ".join([*before[-1:], end])
     shown = evenly_spaced(sorted(samples, key=lambda sample: -sample.reward), SAMPLES_SHOWN)
@@ -242,16 +242,16 @@ def _mean(samples: Sequence[ResponseText]) -> str:
 
 
 def text_block(text: str) -> Markup:
-    """Returns text of others with its line breaks, cut where it is long."""
+    """Returns untrusted text with its line breaks, cut if it is long."""
     rest = len(text) - CHARACTERS_SHOWN
     shown = f"{text[:CHARACTERS_SHOWN]} … ({rest:,} more characters)" if rest > 0 else text
     return Markup('<pre class="text">{}</pre>').format(shown)
 
 
 def episode_section(run: Run) -> list[Part]:
-    """Returns the parts of the section, from the last trajectory file; none without multi-turn responses.
+    """Returns the section of episodes, from the last trajectory file; empty if it has no multi-turn responses.
 
-    Raises `TrimtabError` when the file is damaged.
+    Raises `TrimtabError` if the file is damaged.
     """
     step, rows = _last_episodes(run.path)
     if not rows:
@@ -271,7 +271,7 @@ def episode_section(run: Run) -> list[Part]:
 
 
 def _last_episodes(path: Path) -> tuple[int, list[Row]]:
-    """Returns the last step with a file, and its responses if any of them has an observation."""
+    """Returns the last step with a trajectory file, and its responses if they are multi-turn."""
     files = trajectory_files(path / TRAJECTORIES)
     if not files:
         return 0, []
@@ -283,7 +283,7 @@ def _last_episodes(path: Path) -> tuple[int, list[Row]]:
 
 
 def log_ratio(row: Row) -> np.ndarray:
-    """Returns log π − log μ of each token in nats, (tokens,), NaN where one of them is not known."""
+    """Returns log π − log μ of each token in nats, (tokens,); NaN if one of the two is not known."""
     behavior = row.trajectory.completion.logp_behavior.astype(np.float64)
     trainer = row.logp_current if row.logp_current is not None else row.logp_proximal
     return np.full(len(behavior), np.nan) if trainer is None else trainer.astype(np.float64) - behavior
@@ -308,14 +308,14 @@ def _episode(row: Row, texts: dict[int, str], full: float) -> Markup:
 
 
 def sample_block(reward: float, facts: str, text: Markup) -> Markup:
-    """Returns one response beside its reward and what to know about it."""
+    """Returns one response beside its reward and `facts`."""
     return Markup(
         '<div class="sample"><div><span class="tag {}">reward {}</span><div class="small soft">{}</div></div>{}</div>'
     ).format("good" if reward > 0 else "plain", number(reward), facts, text)
 
 
 def _token(id_: int, texts: dict[int, str], ratio: float, full: float) -> Markup:
-    """Returns the text of a token, shaded by its log-ratio where that is known."""
+    """Returns the text of a token, shaded by its log-ratio if that is known."""
     text = texts.get(id_, f"{id_} ").replace("\n", "↵\n")
     if not np.isfinite(ratio):
         return escape(text)

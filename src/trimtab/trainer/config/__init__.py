@@ -1,8 +1,9 @@
-"""Recipes: TOML files read into one frozen, fully validated `Config`. Imports no torch.
+"""Recipes: TOML files, read into a frozen and validated `Config`. Does not import torch.
 
-recipes          reads a recipe with its bases, paths and overrides, and explains what is wrong in it
-schema           all sections; those of updates and engines are in `sections`, with their base class
-consistency      settings that contradict each other, and keys without effect
+recipes          reads a recipe with its bases, paths and overrides, and explains errors
+schema           all sections, except the base class and the sections on updates and engines
+sections         the base class of sections, and the sections on updates and engines
+consistency      finds contradictory settings and keys without effect
 """
 
 from trimtab.trainer.config.recipes import (

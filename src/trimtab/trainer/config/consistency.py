@@ -1,6 +1,6 @@
-"""Settings of a recipe that contradict each other, and keys without effect. Imports no torch.
+"""Finds contradictory settings in a recipe, and keys that have no effect. Does not import torch.
 
-What also needs the objective, the number of ranks, the task or the rewards is in `trainer/requirements.py`.
+Checks that also need the objective, the number of ranks, the task or the rewards are in `trainer/requirements.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from trimtab.text import without_credentials
 from trimtab.trainer.config.schema import Config
 
 AUTHORIZATION = "TRIMTAB_SERVER_AUTHORIZATION"
-"""The environment variable with the value of the header `Authorization` of requests to inference servers."""
+"""The environment variable that holds the `Authorization` header of requests to inference servers."""
 SET_AUTHORIZATION = f"set {AUTHORIZATION} to the header's value, such as 'Bearer KEY', in the environment"
 NO_CREDENTIALS = "use a server that needs none, on a private network"
 
 
 def refuse(contradictions: Iterable[str]) -> None:
-    """Raises `TrimtabError` with the first of `contradictions`, if there is one."""
+    """Raises `TrimtabError` with the first of `contradictions`, if there are any."""
     for message in contradictions:
         raise TrimtabError(message)
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yields what is wrong with a recipe and what to do, a line for each contradiction."""
+    """Yields one line for each contradiction in a recipe: what is wrong and what to do."""
     yield from _batches(config)
     yield from _compiled(config)
     yield from _special_batches(config)
@@ -36,7 +36,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def _compiled(config: Config) -> Iterator[str]:
-    """Yields what changes layers from inside, which a compiled layer does not see, and what stops compilation."""
+    """Yields settings that contradict compilation: they change layers from inside, or turn compilation off."""
     inside, engine = "which works inside of the layers,", config.engine
     in_trainer = engine.type == "vllm" and config.placement == "local" and config.engine_processes == 0
     changes = {
@@ -86,7 +86,7 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _special_batches(config: Config) -> Iterator[str]:
-    """Yields what prefixes and demonstrations cannot be combined with: their batches are made in turn by one engine."""
+    """Yields settings that contradict prefixes and demonstrations: one engine makes their batches, synchronously."""
     trainer, prefix, demonstrations = config.trainer, config.prefix, config.demonstrations
     section = "prefix" if prefix is not None else "demonstrations" if demonstrations is not None else None
     if section is None:
@@ -120,20 +120,20 @@ def _special_batches(config: Config) -> Iterator[str]:
 
 
 def address_problem(key: str, url: object, instead: str, *, path: bool = False) -> str | None:
-    """Returns what is wrong with the address of a server that a recipe names, None if nothing or if it is not a text.
+    """Returns what is wrong with the server address `url` at a recipe key, or None if it is valid or not a string.
 
-    instead: what to do where it holds a user name or a password. path: whether it may have a path.
+    instead: what to do if the address contains a user name or a password. path: whether it may have a path.
     """
-    if not isinstance(url, str):  # the owner of the key refuses it
+    if not isinstance(url, str):  # the part that owns the key raises the error
         return None
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is not a number up to 65535, or half a bracket
+    except ValueError:  # a port that is not a number up to 65535, or an unmatched bracket
         valid = False
     else:
         if "@" in parts.netloc:
-            shown = re.sub("(?s)://.*@", "://***@", url)  # a password may hold white space
+            shown = re.sub("(?s)://.*@", "://***@", url)  # a password may contain white space
             return f"{key} holds a user name or a password ({shown}), which a run would write to its files: {instead}"
         valid = valid and (path or (parts.path in ("", "/") and not parts.query and not parts.fragment))
     if valid and url.isprintable() and " " not in url:
@@ -176,7 +176,7 @@ def _engines(config: Config) -> Iterator[str]:
 
 
 def _tokens(config: Config) -> Iterator[str]:
-    """Yields what engines and traces lack: the sets that tokens were drawn from, and the experts that they used."""
+    """Yields settings that need data the engine lacks: the sets that tokens were drawn from, or the experts used."""
     kind, sampling = config.engine.type, config.sampling
     truncates, has_mask = sampling.top_p < 1 or sampling.top_k > 0, config.engine.vllm.sampling_mask
     lacking = None
@@ -208,7 +208,7 @@ def _has_engine_processes(config: Config) -> bool:
     return config.engine_processes > 0 or (config.placement == "ray" and config.engine.type != "server")
 
 
-# Keys or whole sections, what they have an effect with, and whether a recipe has that.
+# For each key or section: its condition for having an effect, in words and as a function of the recipe.
 EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("prefix.ratio", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
     ("prefix.whole", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
@@ -243,14 +243,14 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
 
 
 def unused_keys(config: Config) -> Iterator[str]:
-    """Yields a line for each key that is set and has no effect."""
+    """Yields one line for each key that is set but has no effect."""
     for key, needs, has_effect in EFFECTS:
         if is_set(config, key) and not has_effect(config):
             yield f"{key} has no effect without {needs}: leave it out"
 
 
 def is_set(config: Config, key: str) -> bool:
-    """Whether a key, written with dots, has another value than its default."""
+    """Whether a dotted key differs from its default."""
     section: Any = config
     *parents, leaf = key.split(".")
     for parent in parents:

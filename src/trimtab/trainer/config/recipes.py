@@ -1,7 +1,7 @@
 """Loads recipes: reads TOML, makes paths absolute, applies `base` and overrides, and validates.
 
-Paths in a file are relative to its folder, all others to the current one. An override is text, `section.key=value`;
-several can be in one word of a command line.
+Paths in a file are relative to the folder of the file; other paths are relative to the current folder. An override is a
+string `section.key=value`; `split_overrides` splits a string with several of them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,
     "task": TaskConfig.model_fields["name"].default,
 }
-# Keys of paths, each with values that are names instead. `out` is missing because it is relative to the current folder,
-# like `--out`.
+# Keys that hold a path, each with the values that are names instead. `out` is not listed because it is relative to the
+# current folder, like `--out`.
 PATH_KEYS = {"task.path": (), "task.test_path": (), "demonstrations.path": ("gold",), "engine.server.folder": ()}
 LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
-# Keys that hold a name (of a shipped model, or on the hub) or a folder.
+# Keys that hold a folder or a name (on the hub, or of a shipped model: these names are listed).
 NAMES_OR_FOLDERS = {
     "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),
     "model.reference": ("smollm2-135m-instruct", *LABORATORY_MODELS),
     "task.dataset": (),
 }
-TASK_LISTS = ("eval.task", "task.part")  # lists of tasks, which have the paths of `[task]`
+TASK_LISTS = ("eval.task", "task.part")  # lists of tasks; their paths have the same keys as in `[task]`
 SHIPPED = importlib.resources.files("trimtab.trainer") / "recipes"
-SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # a number as Python writes it and TOML does not
+SHORT_NUMBER = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")  # a number in Python but not in TOML: .1 or 1.
 
 
 def recipe_names() -> list[str]:
-    """Returns the names of the recipes in the package."""
+    """Returns the names of the shipped recipes."""
     return sorted(item.name.removesuffix(".toml") for item in SHIPPED.iterdir() if item.name.endswith(".toml"))
 
 
 def recipe_file(name: str) -> Path | None:
-    """Returns the file of a recipe that is not shipped: a .toml file, or what a run saved as its config.toml."""
+    """Returns the file of a recipe that is not shipped: a .toml file, or the config.toml of a run directory."""
     saved = Path(name) / CONFIG
     if name.endswith(".toml"):
         return Path(name)
@@ -56,15 +56,16 @@ def recipe_file(name: str) -> Path | None:
 
 
 def is_recipe(name: str) -> bool:
-    """Whether the name is that of a shipped recipe, a .toml file or the directory of a run."""
+    """Whether `name` is a shipped recipe, a .toml file, or a run directory."""
     return name in recipe_names() or recipe_file(name) is not None
 
 
 def load_config(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Loads a recipe by name, from a TOML file, a run or a mapping, applies overrides and validates it.
+    """Loads a recipe (a name, a TOML file, a run directory or a mapping), applies overrides, and validates it.
 
-    Overrides are `section.key=value`. Paths become absolute: those in a file are relative to its folder, all others to
-    the current one (see `resolve_paths`). Raises `TrimtabError` that names the wrong key or value and what to do.
+    Overrides are `section.key=value`. Paths become absolute: paths in a file are relative to the folder of the file,
+    other paths to the current folder (see `resolve_paths`). Raises `TrimtabError`, which names the wrong key or value
+    and what to do.
     """
     where = "config" if isinstance(recipe, Mapping) else str(recipe)
     try:
@@ -89,7 +90,7 @@ def _read_with_overrides(recipe: str | Path | Mapping[str, Any], overrides: Sequ
         data = _read_with_base(recipe, base)
         data.setdefault("out", f"runs/{Path(recipe).stem}")
     _unset(data, unset, "the recipe")
-    # Names first: a part of another name starts without the keywords of its predecessor.
+    # Names first: a section with a new name starts without the keywords of the old one.
     for override, key, value in sorted(changes, key=lambda change: change[1] not in DEPENDENT_SECTIONS):
         _override(data, override, key, value)
     return data
@@ -108,11 +109,11 @@ def parse_config(data: Mapping[str, Any], where: str) -> Config:
 
 
 def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the keys of a recipe and of all its bases.
+    """Returns the keys of a recipe merged over the keys of its bases.
 
     Args:
-        override: a base that replaces the recipe's own.
-        chain: names of the recipes that are built on this one.
+        override: a base that replaces the base named in the recipe.
+        chain: names of the recipes that have this recipe as their base, directly or indirectly.
     """
     file = recipe_file(str(recipe))
     name = str(recipe) if file is None else os.path.realpath(file)
@@ -125,10 +126,10 @@ def _read_with_base(recipe: str | Path, override: Any = None, chain: tuple[str, 
 
 
 def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
-    """Returns `data` merged over its base, without the keys and sections of the base that `unset` lists.
+    """Returns `data` merged over its base; keys and sections listed in `unset` are removed from the base.
 
-    A base is a shipped recipe's name or a file. The file's path is relative to `folder`, in an override to the current
-    folder.
+    A base is the name of a shipped recipe or the path of a file. The path is relative to `folder`; in an override, it
+    is relative to the current folder.
     """
     if "unset" in data and "base" not in data:
         raise TrimtabError(f"unset = {data['unset']!r} has no effect without a base: leave it out")
@@ -140,17 +141,17 @@ def _apply_base(data: dict[str, Any], override: Any, folder: Path, chain: tuple[
         raise TrimtabError(f"base = {base!r}: name a recipe, or a .toml file")
     if base.endswith(".toml") and override is None:
         base = str(folder / base)
-    # The base of an override starts a new chain: `laboratory` over `laboratory` is not a circle.
+    # A base given as an override starts a new chain: `laboratory` over `laboratory` is not a circle.
     inherited = _read_with_base(base, chain=chain if override is None else ())
-    # What a recipe takes back from its own base, another base may not have.
+    # The base of an override may lack the keys that the recipe unsets.
     _unset(inherited, unset, None if override is not None else f"base {base!r}")
     return _merge(inherited, data)
 
 
 def _unset(data: dict[str, Any], keys: Any, where: str | None) -> None:
-    """Removes keys and sections, each written with dots, from `data`.
+    """Removes dotted keys and sections from `data`.
 
-    Raises `TrimtabError` for one that is not set, unless `where`, the origin of the data, is None.
+    `where` names the origin of the data. Raises `TrimtabError` if a key is not set, unless `where` is None.
     """
     if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
         raise TrimtabError(f'unset = {keys!r}: write a list of keys, such as unset = ["objective.clip_high", "prefix"]')
@@ -166,7 +167,7 @@ def _unset(data: dict[str, Any], keys: Any, where: str | None) -> None:
 
 
 def _keys_of(data: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Returns all keys and sections, written with dots."""
+    """Returns all keys and sections as dotted names."""
     keys = [prefix + key for key in data]
     return keys + [
         word for key, value in data.items() if isinstance(value, Mapping) for word in _keys_of(value, f"{prefix}{key}.")
@@ -181,17 +182,17 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _extends(key: str, old: Any, new: Any) -> bool:
-    """Whether both are sections `key` and the new one has no other name; another one starts from its own defaults."""
+    """Whether section `new` extends section `old`: both have the same name. Otherwise `new` starts from defaults."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return False
     name, which = _name_of(key, old), "kind" if key in OBJECTIVE_PARTS else "name"
-    # A name that neither writes down follows from both.
+    # If neither names it, the default is derived from the merged section.
     implied = name if which in old else _name_of(key, {**old, **new})
     return new.get(which, implied) == name
 
 
 def _name_of(key: str, section: Mapping[str, Any]) -> Any:
-    """Returns the name of a section, or the kind of a part; where it is not written, the one it has by default."""
+    """Returns the name of a section, or the kind of a part of an objective; its default if it is not written."""
     if key in OBJECTIVE_PARTS:
         return section.get("kind")
     if "name" in section:
@@ -226,7 +227,7 @@ def _override(data: dict[str, Any], override: str, key: str, value: Any) -> None
     *parents, leaf = key.split(".")
     part = data.get(parents[0], {}) if key in DEPENDENT_SECTIONS else None
     if isinstance(part, Mapping) and _name_of(parents[0], part) != value:
-        # Another part starts from its own defaults, without its predecessor's keywords and sections.
+        # A part with another name starts from its defaults, without the keywords and sections of the old part.
         for name in DEPENDENT_SECTIONS[key]:
             data.pop(name, None)
     section = data
@@ -238,11 +239,11 @@ def _override(data: dict[str, Any], override: str, key: str, value: Any) -> None
 
 
 def resolve_paths(data: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
-    """Returns a recipe's `data`, or its part below the key `prefix`, with paths resolved against `folder`.
+    """Returns the `data` of a recipe (or of its section `prefix`) with paths resolved against `folder`.
 
-    A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder; any
-    other value, such as `Qwen/Qwen2.5-0.5B`, is a name and unchanged. A data set of a single word is always a name,
-    because tasks other than `hf` have data sets that are not files.
+    A model or data set is a folder if it begins with `/`, `.` or `~`, has more than one `/`, or exists as a folder. Any
+    other value, such as `Qwen/Qwen2.5-0.5B`, is a name and stays unchanged. A data set without `/` is always a name,
+    because the data sets of some tasks are not files.
     """
     resolved = dict(data)
     for name, value in data.items():
@@ -271,14 +272,14 @@ def _absolute(value: str, folder: Path) -> Path:
         expanded = Path(value).expanduser()
     except RuntimeError:
         raise TrimtabError(f"path {value!r}: there is no such user; write the folder out") from None
-    # One spelling of `folder`, so that a resumed run reads the same; symbolic links in `value` are kept.
+    # Links in `folder` are resolved so that a resumed run gets the same path; symbolic links in `value` are kept.
     return Path(os.path.normpath(folder.resolve() / expanded))
 
 
 def parse_override(override: str) -> tuple[str, Any]:
     """Returns the dotted key and the value of `section.key=value`.
 
-    A value that is no TOML is text, so that names need no quotes, but for numbers such as `.1`.
+    A value that is not valid TOML is text, so that names need no quotes. Numbers such as `.1` are numbers nevertheless.
     """
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
@@ -298,7 +299,7 @@ def parse_override(override: str) -> tuple[str, Any]:
 def split_overrides(text: str, where: str) -> list[str]:
     """Splits `a=1,b=[2,3]` into `a=1` and `b=[2,3]`: commas inside brackets or quotes belong to the value.
 
-    Raises `TrimtabError`, which begins with `where`, for a bracket or quote without partner and a part without `=`.
+    Raises `TrimtabError` for an unmatched bracket or quote or a part without `=`; the message begins with `where`.
     """
     parts, depth, quote, escaped = [""], 0, "", False
     for character in text:
@@ -328,7 +329,7 @@ def split_overrides(text: str, where: str) -> list[str]:
 
 
 def explain_first(error: ValidationError) -> str:
-    """Returns the first problem that pydantic reports, and the number of the others, in one line."""
+    """Returns one line with the first problem that pydantic reports, and the number of other problems."""
     first = first_problem(error)
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
@@ -338,7 +339,7 @@ def explain_first(error: ValidationError) -> str:
 
 
 def not_a_section(key: str, value: Any) -> str:
-    """Returns the message for a `value` at a key where a section belongs."""
+    """Returns the error message for a `value` at a key that must be a section."""
     first, *_ = key.split(".")
     if first == "reward":
         name = value.get("name") if isinstance(value, Mapping) else value
@@ -356,7 +357,7 @@ def not_a_section(key: str, value: Any) -> str:
 
 
 def _section(path: Iterable[int | str]) -> type[BaseModel] | None:
-    """Returns the pydantic model of a section, None if there is no such section."""
+    """Returns the pydantic model of a section, or None if there is no such section."""
     model: type[BaseModel] = Config
     for word in path:
         field = model.model_fields.get(str(word))

@@ -1,7 +1,7 @@
-"""All recipe sections with keys, defaults and ranges, as frozen pydantic models. Imports no torch.
+"""All recipe sections with keys, defaults and ranges, as frozen pydantic models. Does not import torch.
 
-Sections of a named part (`[objective]`, `[task]`, `[[reward]]`) contain that part's keywords; the part checks them when
-it is built, before any model is loaded. Every other unknown key is an error.
+The sections `[objective]`, `[task]` and `[[reward]]` name a part and contain its keywords. The part checks them when it
+is built, before a model is loaded. In other sections, an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trimtab.trainer.config.sections import (
 
 NoiseStd = Annotated[float, Field(ge=0, le=100)]
 
-# Objectives whose data or model the trainer makes from a separate section.
+# Objectives that need a separate section, from which the trainer changes the data or the model.
 REQUIRED_SECTIONS = {
     "token-alp": "perturbation",
     "seq-alp": "perturbation",
@@ -43,7 +43,7 @@ REQUIRED_SECTIONS = {
     "luffy": "demonstrations",
 }
 
-# Keys that name a part, each with the sections that belong to the part.
+# Keys that name a part, each with the sections that are reset if the name changes.
 DEPENDENT_SECTIONS = {
     "objective.name": ("objective", "advantage", *sorted({*REQUIRED_SECTIONS.values()})),
     "task.name": ("task",),
@@ -350,7 +350,7 @@ class Config(Section):
 
     @property
     def engine_processes(self) -> int:
-        """Number of worker processes for engines; by default one where generation is asynchronous."""
+        """Number of worker processes for engines; by default one if generation is asynchronous, else none."""
         if self.engine.type == "server":
             return 0
         if self.engine.workers is not None:
@@ -366,5 +366,5 @@ class Config(Section):
         return bool(self.trainer.max_lag or remote)
 
     def dump(self) -> str:
-        """Returns the resolved recipe as TOML (absent options are left out, as TOML has no null)."""
+        """Returns the resolved recipe as TOML, which has no null: options that are None are left out."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))

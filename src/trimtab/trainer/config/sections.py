@@ -1,4 +1,4 @@
-"""The base class of recipe sections, frozen and without unknown keys, and the sections about updates and engines."""
+"""Recipe sections on updates and engines, and the base class of all sections, which is frozen and strict."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 
-# Limits of what numbers are stored in: 32-bit integers, float32 tensors, and clocks of operating systems, which count
-# milliseconds in 32 bits.
+# Values beyond these limits do not fit into 32-bit integers, float32 tensors, or the waits of operating systems, which
+# count milliseconds in 32 bits.
 MAX_INT = 2**31 - 1
 MAX_FLOAT = 1e30
 MAX_SECONDS = 1e6
@@ -26,10 +26,10 @@ Placement = Literal["local", "ray"]
 
 # Keys of `[objective]` that are parts; `objectives.keywords`, which needs torch, builds them.
 OBJECTIVE_PARTS = ("ratio", "surrogate", "weight", "mask", "centering")
-COMPOSED = "composed"  # name of an objective of parts alone
+COMPOSED = "composed"  # name of an objective that is given by its parts instead of a preset
 TOKEN_BASELINE = "optimal-token"  # the kind of advantage with a value for each token
-BATCH_BASELINE = "batch-mean"  # the kind that compares responses to different prompts with each other
-DISTILLATION = "distillation"  # the kind that reads no rewards but the log-probs of a teacher, at each token
+BATCH_BASELINE = "batch-mean"  # the kind of advantage whose baseline is over responses to different prompts
+DISTILLATION = "distillation"  # the kind of advantage from the log-probs of a teacher at each token, without rewards
 
 
 class Section(BaseModel):
@@ -46,7 +46,7 @@ class PluginSection(BaseModel):
 
     @model_validator(mode="after")
     def _check_magnitudes(self) -> PluginSection:
-        """Refuses numbers that no part can compute with; everything else is checked by the part."""
+        """Raises an error for numbers that are too large to compute with; the part itself checks everything else."""
         for key, value in self.keywords.items():
             is_large_integer = isinstance(value, int) and abs(value) > MAX_INT
             is_large_real = isinstance(value, float) and math.isfinite(value) and abs(value) > MAX_FLOAT
@@ -74,7 +74,7 @@ class ObjectiveConfig(PluginSection):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_name(cls, data: Any) -> Any:
-        """Names a section of parts that has no name; parts never change the default preset unsaid."""
+        """Names a section of parts without a name: parts must not change the default preset implicitly."""
         if not isinstance(data, Mapping) or "name" in data:
             return data
         if "surrogate" in data:
@@ -171,7 +171,7 @@ class TrainerConfig(Section):
 
     @property
     def unfinished(self) -> Literal["finish", "continue"]:
-        """What happens to unfinished responses when new weights come; without `max_lag` there are none."""
+        """What happens to unfinished responses when new weights arrive; without `max_lag` all are finished by then."""
         return self.in_flight if self.max_lag else "finish"
 
     @property
@@ -181,7 +181,7 @@ class TrainerConfig(Section):
 
     @property
     def max_age(self) -> int:
-        """Largest age in updates of a consumed token; without `max_lag` that of the engine's weights."""
+        """Largest age in updates of a token that is trained on; without `max_lag`, the age of the engine's weights."""
         return (self.sync_every or 1) - 1 if self.max_lag is None else self.max_lag
 
 
@@ -263,7 +263,7 @@ class EngineConfig(Section):
 
     @property
     def context(self) -> int | None:
-        """The longest sequence of the engine, None for the model's."""
+        """The context length of the engine in tokens, or None for the context length of the model."""
         return self.vllm.context if self.type == "vllm" else None
 
     @property

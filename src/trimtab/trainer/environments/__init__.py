@@ -1,7 +1,7 @@
-"""Environments of multi-turn episodes: `build(section) -> BuiltEnvironment`, of a kind by name or a class of a user.
+"""Environments of multi-turn episodes: `build(section)` returns a `BuiltEnvironment`, built-in or of a user's class.
 
-`environment` has the protocol of a class and calls its tools; `formats`, how calls and results are written; `episodes`
-runs those of a request, each an `episode` with calls in the `background`.
+`environment` defines the protocol of environment classes and calls their tools. `formats` defines how calls and results
+are written. `episodes` runs the episodes of a request; `episode` is one of them, with its calls in the `background`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,14 @@ KINDS = Registry(
 
 @dataclass(frozen=True)
 class BuiltEnvironment:
-    """An environment ready for use.
+    """A built environment, which creates one environment object for each episode."""
 
-    Attributes:
-        section: how its episodes run.
-        label: its name in messages.
-        kind: its class.
-        factory: makes one for an episode.
-        close: ends what all of them share.
-        concurrent_calls: how many calls run at a time; more wait. None: all.
-    """
-
-    section: EnvironmentConfig
-    label: str
-    kind: Any
-    factory: Callable[[], Any]
-    close: Callable[[], None] = lambda: None
-    concurrent_calls: int | None = None
+    section: EnvironmentConfig  # how episodes run
+    label: str  # name in messages
+    kind: Any  # the class of the environment
+    factory: Callable[[], Any]  # creates an object of the class
+    close: Callable[[], None] = lambda: None  # releases resources that all objects share
+    concurrent_calls: int | None = None  # number of calls that run at a time, the others wait; None: no limit
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -57,13 +48,13 @@ class BuiltEnvironment:
         return tuple(tool_names(self.kind))
 
     def adapt(self, task: Task) -> Task:
-        """Returns `task` with the stops of the format, and instructions or the tools in its prompts."""
+        """Returns `task` with the stop strings of the format, and with instructions or the tools in its prompts."""
         name, instructions = self.section.format, self.section.instructions
         if name == "chat":
             shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), instructions, "")
         else:
             form = self._text_format()
-            # The code of a block begins in a new line.
+            # The code of a fenced block begins on a new line.
             shape = "".join(getattr(form, "begin", ())) + ("\n" if isinstance(form, Fence) else "")
             description = ""
             if isinstance(form, Tag | Fence) and not instructions:
@@ -78,9 +69,9 @@ class BuiltEnvironment:
         return adapted
 
     def refuse_unused_rewards(self, given: str | None) -> None:
-        """Raises `TrimtabError` if rewards were `given`, in these words, for episodes that the class scores itself.
+        """Raises `TrimtabError` if the user gave rewards although the environment class has `get_reward`.
 
-        The rewards that a task has by default are not given.
+        `given` names the rewards in the message; it is None if the user gave none (the task may have default rewards).
         """
         if given is None or not hasattr(self.kind, "get_reward"):
             return
@@ -99,10 +90,10 @@ class BuiltEnvironment:
         encode_prompt: Callable[[Problem, Any], Prompt],
         max_prompt: int | None = None,
     ) -> EpisodeRunner:
-        """Returns the runner of episodes of at most `max_tokens` tokens, observations included.
+        """Returns a runner of episodes with at most `max_tokens` tokens, including observations.
 
-        `encode_prompt` returns the prompt of a problem for a tokenizer. `max_prompt` is the number of its tokens that
-        the context holds besides an episode; None if it is not known.
+        `encode_prompt` returns the prompt of a problem, encoded by a tokenizer. `max_prompt` is the largest number of
+        prompt tokens that fits into the context beside an episode, or None if it is not known.
         """
         form = Chat(tokenizer, self.schemas()) if self.section.format == "chat" else self._text_format()
         return EpisodeRunner(
@@ -119,10 +110,10 @@ class BuiltEnvironment:
 
 
 def build(section: EnvironmentConfig, kind: type | None = None) -> BuiltEnvironment:
-    """Returns the environment that the section describes, of the class `kind` instead of its own if that is given.
+    """Returns the environment that the section describes; the class `kind`, if given, replaces the class it names.
 
-    Raises `TrimtabError`: an unknown name or option, a class that is not an environment or was given in Python to an
-    earlier run, a sandbox that cannot run here.
+    Raises `TrimtabError` for an unknown name or option, a class that is not an environment, a class that an earlier run
+    received in Python and that has no importable name, and a sandbox that cannot run on this machine.
     """
     if kind is None and section.name in KINDS.classes:
         return KINDS.read(section.name, section.keywords).build(section)

@@ -1,4 +1,4 @@
-"""Calls of environments that run in the background and are bounded in time."""
+"""Runs calls of environments in background threads, with a timeout."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trimtab.errors import error_text
 
 
 class EnvironmentFailed(Exception):
-    """An environment raised where it must not, or did not return in time; its episode is dropped."""
+    """An environment failed: it raised an error that is not allowed, or timed out. Its episode is dropped."""
 
 
 class BackgroundCall(Future[Any]):
-    """A function that an `EnvironmentThread` runs, given up `timeout` seconds after it began.
+    """A function call that an `EnvironmentThread` runs. It times out `timeout` seconds after it started.
 
     Args:
-        convert: makes the value of what the function returned, in the same thread and the same time.
-        slots: how many such calls may run at a time; one that waits for a slot has not begun.
+        convert: converts the result of the function, in the same thread and within the same timeout.
+        slots: limits how many calls run at a time. While a call waits for a slot, its time does not run.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class BackgroundCall(Future[Any]):
         self._release_slot()
 
     def wait(self, timeout: float) -> bool:
-        """Returns whether the call has ended or was given up, after at most `timeout` seconds.
+        """Waits for at most `timeout` seconds and returns whether the call has ended or timed out.
 
-        One that is given up frees its slot: a call that hangs must not keep others from beginning.
+        A call that timed out frees its slot, so that a call that hangs does not block others.
         """
         end = time.monotonic() + timeout
         if not self._begun.wait(None if timeout == float("inf") else timeout):
@@ -73,16 +73,16 @@ class BackgroundCall(Future[Any]):
         return ended
 
     def value(self) -> Any:
-        """Returns what the function returned, once `wait` is True.
+        """Returns the value of the call, after `wait` returned True.
 
         Raises:
-            EnvironmentFailed: it did not return in time.
-            Exception: what the function or `convert` raised.
+            EnvironmentFailed: the call timed out.
+            Exception: the function or `convert` raised it.
         """
         if not self.done():
             raise self._given_up()
         error = self.exception()
-        if error is not None and not isinstance(error, Exception):  # sys.exit() of a tool must not end the trainer
+        if error is not None and not isinstance(error, Exception):  # sys.exit() in a tool must not end the trainer
             raise EnvironmentFailed(f"raised {error_text(error)}")
         return self.result()
 
@@ -93,7 +93,7 @@ class BackgroundCall(Future[Any]):
             self._slots.release()
 
     def _run_awaitable(self, awaitable: Awaitable[Any]) -> Any:
-        # Half of the time: after that of a loop that does not answer, some remains for the call in a new one.
+        # Wait for the loop for half of the timeout only: if it does not answer, the rest remains for a new loop.
         loop = _event_loop(self._timeout / 2)
         future = asyncio.run_coroutine_threadsafe(_result_of(awaitable), loop)
         concurrent.futures.wait([future], max(0.0, self._deadline - time.monotonic()))
@@ -107,10 +107,10 @@ class BackgroundCall(Future[Any]):
 
 
 class EnvironmentThread:
-    """The thread that runs all methods of one environment, so that what is bound to a thread works in it.
+    """The thread that runs all methods of one environment, so that objects bound to a thread work.
 
-    A thread cannot be stopped: where a call does not return, the thread stays behind until the process ends, and the
-    calls after it run in a new one.
+    A thread cannot be stopped: if a call does not return, its thread is abandoned until the process ends, and later
+    calls run in a new thread.
     """
 
     def __init__(self) -> None:
@@ -128,13 +128,13 @@ class EnvironmentThread:
         return call
 
     def cancel(self) -> bool:
-        """Keeps a call that has not begun from running; returns whether none is in progress."""
+        """Cancels the last call if it has not started. Returns whether no call is in progress."""
         if self._last is not None and not self._last.done() and self._last.cancel():
             self.end()  # the thread may still wait for a slot: later calls run in a new one
         return self._last is None or self._last.done()
 
     def wait(self) -> None:
-        """Waits until the call in progress has ended or is given up."""
+        """Waits until the call in progress has ended or timed out."""
         if self._last is not None:
             self._last.wait(float("inf"))
 
@@ -156,7 +156,7 @@ def in_background(function: Callable[[], Any], timeout: float) -> BackgroundCall
 def _run_all(calls: queue.SimpleQueue[BackgroundCall | None]) -> None:
     while (call := calls.get()) is not None:
         call.run()
-        del call  # what it returned is not held while the next one is waited for
+        del call  # frees its value while waiting for the next call
 
 
 _loop: asyncio.AbstractEventLoop | None = None
@@ -168,9 +168,9 @@ async def _result_of(awaitable: Awaitable[Any]) -> Any:
 
 
 def _event_loop(patience: float) -> asyncio.AbstractEventLoop:
-    """Returns the one event loop of all coroutines, as in TRL: environments may share what is bound to a loop.
+    """Returns the event loop of all coroutines: as in TRL, environments may share objects that are bound to a loop.
 
-    A loop that does not answer within `patience` seconds is blocked by a coroutine, and a new one replaces it.
+    If the loop does not answer within `patience` seconds, a coroutine blocks it, and a new loop replaces it.
     """
     global _loop
     with _loop_lock:
@@ -185,5 +185,5 @@ def _event_loop(patience: float) -> asyncio.AbstractEventLoop:
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, whose call has it as well
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a coroutine; its call reports it too
             loop.run_forever()

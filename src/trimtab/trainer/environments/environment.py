@@ -1,7 +1,7 @@
-"""The protocol of environments, their tools, and calls of these.
+"""The protocol of environments, and functions that describe and call their tools.
 
-An environment is an object of any class with `reset(**row)` and public methods, which are the tools. It is TRL's
-`environment_factory` protocol, so that one class serves both:
+An environment is an object of any class with a method `reset(**row)` and public methods, which are the tools. This is
+also TRL's `environment_factory` protocol, so one class works with both:
 
     class Counter:
         def reset(self, **row) -> str | None:     # text appended to the question, or None
@@ -39,7 +39,7 @@ from trimtab.trainer.environments.formats import Call, ToolError
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
 JSON_SCHEMA = "json_schema"
-"""An attribute of a tool that has its schema, which is otherwise made from type hints and docstring."""
+"""An attribute of a tool that holds its JSON schema. Without it, the schema is made from type hints and docstring."""
 
 _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
@@ -47,15 +47,12 @@ _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
 def check_class(factory: Callable[[], Any], name: str) -> None:
-    """Raises `TrimtabError` for a class that is not an environment.
-
-    It needs a `reset` that takes a row, and tools with descriptions.
-    """
+    """Raises `TrimtabError` unless the class has a method `reset` that accepts a row, and tools with descriptions."""
     reset = getattr(factory, "reset", None)
     if not callable(reset):
         raise TrimtabError(f"environment {name!r} has no method reset(self, **row): add one; it may return None")
     try:
-        # What else is in a row depends on the task: parameters without a value here may get one there.
+        # Rows have more columns, which depend on the task. `reset` may require parameters that are missing here.
         inspect.signature(reset).bind_partial(id="", question="", answer="")
     except (TypeError, ValueError) as error:
         raise TrimtabError(
@@ -69,10 +66,10 @@ def check_class(factory: Callable[[], Any], name: str) -> None:
 
 
 def row_for(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Returns the keywords of `reset`: the columns of a problem, with `prompt` and `seed` where it takes them.
+    """Returns the keyword arguments of `reset`: the columns of a problem, plus `prompt` and `seed` if it accepts them.
 
-    `prompt` is the question, as in TRL's rows, and `seed` one for the random draws of the environment, unless columns
-    of the problem have these names.
+    `prompt` is the question, as in TRL's rows. `seed` is for random draws of the environment. Columns of the problem
+    with these names take precedence.
     """
     parameters = inspect.signature(reset).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -81,23 +78,23 @@ def row_for(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) ->
 
 
 def tool_names(kind: Any) -> list[str]:
-    """Returns the names of the tools of a class: its public methods besides `reset`, `get_reward` and `close`.
+    """Returns the names of the tools of a class: its public methods except `reset`, `get_reward` and `close`.
 
-    Classes and other callables in its body do not count, and neither do class methods: TRL takes the same ones.
+    As in TRL, only functions count: class methods, nested classes and other callables are not tools.
     """
     members = inspect.getmembers(kind, inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
 
 
 def required_parameters(kind: Any, tool: str) -> list[str]:
-    """Returns the names of the parameters of a tool without a default, but for `self`."""
+    """Returns the names of the parameters of a tool that have no default, without `self`."""
     parameters = list(inspect.signature(getattr(kind, tool)).parameters.values())
     own = parameters if isinstance(inspect.getattr_static(kind, tool), staticmethod) else parameters[1:]
     return [item.name for item in own if item.default is item.empty and item.kind not in _COLLECTED]
 
 
 def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Returns the JSON schema of a tool as chat templates take it."""
+    """Returns the JSON schema of a tool in the form that chat templates expect."""
     if (schema := getattr(method, JSON_SCHEMA, None)) is not None:
         return schema
     from transformers.utils.chat_template_utils import get_json_schema
@@ -111,13 +108,13 @@ def describe_tool(method: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def call_tool(environment: Any, call: Call) -> Any:
-    """Calls a tool. Returns its value, or an awaitable.
+    """Calls a tool and returns its value, or an awaitable.
 
     Raises:
-        ToolError: there is no such tool, or the arguments do not fit.
-        Exception: what the tool raised.
+        ToolError: there is no such tool, or the arguments do not match its parameters.
+        Exception: the tool raised it.
     """
-    # Of the class: what an object holds is not shown to the model, and may be the solution.
+    # Methods of the class only: callables stored in the object are not shown to the model and may be the solution.
     names = tool_names(type(environment))
     if call.tool is None and len(names) == 1:
         name = names[0]
@@ -129,7 +126,7 @@ def call_tool(environment: Any, call: Call) -> Any:
     signature = inspect.signature(method)
     try:
         arguments = call.arguments
-        if isinstance(arguments, str):  # is the first one, a blank text none
+        if isinstance(arguments, str):  # the text is the first argument; a blank text means no argument
             first = next(iter(signature.parameters), None)
             arguments = {first: arguments} if first is not None and arguments.strip() else {}
         bound = signature.bind(**arguments)
@@ -140,9 +137,9 @@ def call_tool(environment: Any, call: Call) -> Any:
 
 
 def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArguments, *, as_json: bool) -> None:
-    """Converts the arguments to the annotated types, such as "3" to a number; raises `ToolError` where it cannot.
+    """Converts the arguments to the annotated types, such as "3" to a number; raises `ToolError` if that fails.
 
-    With `as_json` a text that does not fit may be the JSON of a value that does.
+    With `as_json`, a text that is not a valid value is also parsed as the JSON of a value.
     """
     hints = get_type_hints(method)
     for parameter, value in bound.arguments.items():
@@ -150,7 +147,7 @@ def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArgument
             continue
         try:
             adapter = TypeAdapter(hints[parameter], config=_ANY_CLASS)
-        except PydanticUserError:  # a class that pydantic cannot configure: taken as it is
+        except PydanticUserError:  # pydantic cannot handle this class: the value is passed unchanged
             continue
         try:
             bound.arguments[parameter] = adapter.validate_python(value)
@@ -166,23 +163,23 @@ def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArgument
 
 
 def _reason(parameter: str, error: ValidationError) -> str:
-    """Returns where the value of a parameter does not fit, and what fits there."""
+    """Returns which part of an argument is invalid, and why."""
     first = error.errors(include_url=False)[0]
     value = json.dumps(first["input"], default=lambda other: type(other).__name__)
     return f"{'.'.join(map(str, [parameter, *first['loc']]))} = {value[:80]}: {first['msg']}"
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of JSON: arrays and sets become lists, other objects their text."""
+    """Returns a value that JSON can represent: arrays and sets become lists, other objects become text."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, set | frozenset):  # whose order differs from process to process
+    if isinstance(value, set | frozenset):  # sorted, because the order of a set differs between processes
         return sorted(value, key=lambda item: json.dumps(item, default=_plain))
     return value.tolist() if hasattr(value, "tolist") else _own_text(value)
 
 
 def _own_text(value: Any) -> str:
-    """Returns the text of an object; raises `EnvironmentFailed` where it is an address, different in every run."""
+    """Returns `str(value)`; raises `EnvironmentFailed` if it contains a memory address, which differs in every run."""
     text = str(value)
     if _ADDRESS.search(text):
         kind = type(value).__name__
@@ -191,9 +188,9 @@ def _own_text(value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the result of a tool as text: a string as it is, None as nothing, containers as JSON, others by `str`.
+    """Returns the result of a tool as text: strings unchanged, None as "", containers as JSON, others by `str`.
 
-    Raises `EnvironmentFailed` for an object whose text has an address in memory.
+    Raises `EnvironmentFailed` if the text of an object contains a memory address.
     """
     if isinstance(value, str):
         return value

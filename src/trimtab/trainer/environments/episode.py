@@ -1,4 +1,4 @@
-"""One episode: its state, and its environment, whose methods run in the background and are bounded in time."""
+"""One episode: its state and its environment, whose methods run in the background with a timeout."""
 
 from __future__ import annotations
 
@@ -22,36 +22,26 @@ from trimtab.types import EpisodeOutcome, IntArray, Prompt, TurnResult
 
 @dataclass(slots=True)
 class Episode:
-    """The state of one response and its environment.
-
-    Attributes:
-        seed: what `reset` gets.
-        timeout: seconds of one call.
-        environment: None until it is made.
-        tool_error: the first error of a call that raised or could not be made.
-        failure: why the episode is dropped.
-        ids: those of the response when its last turn was submitted, and of the result that followed.
-        length: tokens of the response when its last turn was submitted.
-        call, result: the call of a tool at the end of that turn, and what follows it once it is known.
-    """
+    """The state of one response and its environment."""
 
     prompt: Prompt
-    seed: int
-    timeout: float
-    environment: Any = None
+    seed: int  # for `reset`
+    timeout: float  # seconds of one call
+    environment: Any = None  # None until it is created
     calls: int = 0
     tool_errors: int = 0
-    failure: str | None = None
+    failure: str | None = None  # why the episode is dropped
     reward: float | None = None
+    # Token ids of the response up to the last turn that was submitted, followed by the result of that turn.
     ids: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    length: int = 0
-    call: BackgroundCall | None = None
-    result: TurnResult | None = None
-    tool_error: str | None = None
+    length: int = 0  # number of tokens of the response up to the last turn that was submitted
+    call: BackgroundCall | None = None  # the tool call at the end of that turn
+    result: TurnResult | None = None  # what follows that turn, if it is known
+    tool_error: str | None = None  # the first error of a tool call
     thread: EnvironmentThread = field(default_factory=EnvironmentThread)
 
     def start_constructor(self, factory: Callable[[], Any]) -> BackgroundCall:
-        """Begins to make the environment."""
+        """Starts to create the environment."""
 
         def make() -> None:
             self.environment = factory()
@@ -59,31 +49,31 @@ class Episode:
         return self._start(make)
 
     def start_reset(self) -> BackgroundCall:
-        """Begins `reset`, whose value is a text."""
+        """Starts `reset`; the value of the call is a text."""
         return self._start(self._reset, text_of)
 
     def _reset(self) -> Any:
         """Returns what `reset` returns, or an awaitable."""
         problem, reset = self.prompt.problem, self.environment.reset
-        # A copy: what an environment changes in its row must not be in the next episode's.
+        # A copy: if an environment changes its row, the next episode must not see the changes.
         extra = copy.deepcopy(dict(problem.extra))
         columns = {**extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
         return reset(**row_for(reset, columns, self.seed))
 
     def start_tool(self, call: Call, slots: threading.Semaphore | None) -> BackgroundCall:
-        """Begins a call of a tool, whose value is a text; `slots` are those of `BackgroundCall`."""
+        """Starts a tool call; the value of the call is a text. `slots` is passed to `BackgroundCall`."""
         return self._start(partial(call_tool, self.environment, call), text_of, slots)
 
     def start_reward(self) -> BackgroundCall | None:
-        """Begins `get_reward`, whose value is a usable reward; None without it, and for an episode that failed."""
+        """Starts `get_reward`. Returns None if the class has no such method or if the episode failed."""
         return None if self.failure is not None else self._start_optional("get_reward", _usable)
 
     def start_close(self) -> BackgroundCall | None:
-        """Begins `close`; None for a class without it. Where a call hangs it runs in a new thread."""
+        """Starts `close`, in a new thread if a call hangs. Returns None if the class has no such method."""
         return self._start_optional("close")
 
     def value(self, call: BackgroundCall, method: str) -> Any:
-        """Returns the value of a call that must not fail, once it has ended; None where it fails, the `failure`."""
+        """Waits for a call that must not fail and returns its value. If it fails, sets `failure` and returns None."""
         value, failure = awaited(call)
         if failure is not None:
             self.failure = f"{method} {failure}"
@@ -92,7 +82,7 @@ class Episode:
     def _start_optional(self, method: str, convert: Callable[[Any], Any] | None = None) -> BackgroundCall | None:
         if not hasattr(type(self.environment), method):
             return None
-        # Whatever the access to the method raises, it raises in the background.
+        # The method is looked up in the background too, because the lookup may raise.
         return self._start(partial(methodcaller(method), self.environment), convert)
 
     def _start(
@@ -105,7 +95,7 @@ class Episode:
 
 
 def awaited(call: BackgroundCall) -> tuple[Any, str | None]:
-    """Returns the value of a call once it has ended, or None and what happened instead."""
+    """Waits for a call. Returns its value and None, or None and a description of its failure."""
     call.wait(float("inf"))
     try:
         return call.value(), None
@@ -124,17 +114,14 @@ def _usable(value: Any) -> float:
 
 @dataclass(frozen=True)
 class EpisodeCounts:
-    """Counts over multi-turn responses: their number, calls, calls that raised, void responses, failed environments.
-
-    `first_errors` has the first error of a call of each batch.
-    """
+    """Counts over multi-turn responses."""
 
     episodes: int = 0
     calls: int = 0
-    tool_errors: int = 0
-    void: int = 0
-    failed: int = 0
-    first_errors: tuple[str, ...] = ()
+    tool_errors: int = 0  # calls that raised or could not be parsed
+    void: int = 0  # responses without an answer
+    failed: int = 0  # episodes whose environment failed
+    first_errors: tuple[str, ...] = ()  # the first error of a call in each batch
 
     @classmethod
     def of(cls, outcomes: Sequence[EpisodeOutcome]) -> EpisodeCounts:
@@ -151,15 +138,16 @@ class EpisodeCounts:
         return EpisodeCounts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     def message(self) -> str | None:
-        """Returns what the first call raised where all calls failed, else None."""
+        """Returns a message with the first error if all calls failed, else None."""
         if not self.first_errors or self.tool_errors < self.calls:
             return None
         return f"all {self.calls} calls of tools failed, the first: {self.first_errors[0]}"
 
     def as_dict(self) -> dict[str, float]:
-        """Returns calls of an episode, the share of calls that raised, the share of void episodes, and failed ones.
+        """Returns the metrics `episode/*` of training.
 
-        They are those of the metrics `episode/*` of training.
+        These are calls per episode, the share of calls that failed, the share of void episodes, and the number of
+        failed episodes.
         """
         return {
             "calls": self.calls / max(self.episodes, 1),
@@ -169,7 +157,7 @@ class EpisodeCounts:
         }
 
     def columns(self) -> dict[str, str]:
-        """Returns the same numbers as text, by the titles of table columns."""
+        """Returns the numbers of `as_dict` as text, by the titles of table columns."""
         shares = self.as_dict()
         return {
             "calls an episode": f"{shares['calls']:.2f}",

@@ -1,4 +1,4 @@
-"""The episodes of one request: an environment for each response, run between the turns of an engine's call."""
+"""Runs the episodes of a request: each response has an environment, which is called between the turns of the engine."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 @dataclass
 class EpisodeRunner:
-    """What the episodes of all requests have in common.
+    """Runs episodes. Holds the settings that the episodes of all requests share.
 
     Attributes:
-        factory: makes an environment.
+        factory: creates an environment.
         form: how calls and results are written.
-        section: the bounds of an episode; its seconds hold for the constructor, `reset`, `get_reward`, `close` as well.
+        section: limits of an episode; its timeout also applies to the constructor, `reset`, `get_reward` and `close`.
         tokenizer: encodes results.
-        max_tokens: of a response, results included.
-        encode_prompt: returns the prompt of a problem for a tokenizer.
-        max_prompt: tokens of a prompt that the context holds besides a response; None: not known.
-        concurrent_calls: how many calls may run at a time; a call that waits for its turn uses up no time. None: all.
+        max_tokens: limit of a response, including results.
+        encode_prompt: returns the prompt of a problem, encoded by a tokenizer.
+        max_prompt: largest number of prompt tokens that fits into the context beside a response; None: not known.
+        concurrent_calls: number of calls that run at a time; waiting does not count as time of a call. None: no limit.
     """
 
     factory: Callable[[], Any]
@@ -62,9 +62,9 @@ class EpisodeRunner:
         seed: int,
         reset_seeds: Sequence[int],
     ) -> list[list[Completion]]:
-        """Returns the responses of one call of `generate`, as `Engine.generate`, with their outcomes.
+        """Returns the responses of one call of `generate` (an `Engine.generate`) with the outcomes of their episodes.
 
-        Aborted episodes have none: they are not asked for rewards, as calls of their tools may be in progress.
+        If a response was aborted, no response has an outcome: `get_reward` is not called while tools may be running.
         """
         with contextlib.closing(Episodes(self, prompts, samples, reset_seeds)) as episodes:
             completions = generate(episodes.prompts, episodes.samples, sampling, seed=seed, turns=episodes)
@@ -74,11 +74,13 @@ class EpisodeRunner:
 
 
 class Episodes:
-    """The episodes of one request (`types.TurnHandler`), through all its `generate` calls.
+    """The episodes of one request, over all of its `generate` calls; implements `types.TurnHandler`.
 
-    An environment is reset for each of `samples` responses to each prompt; `reset_seeds` has a seed for each prompt
-    (see `reset_seed`), which all responses to it share. Pass the attributes `prompts` and `samples` to the engine: if
-    `reset` returned one text for each problem, the responses to it share a prompt; otherwise each has a separate one.
+    An environment is created and reset for each of the `samples` responses to each prompt. `reset_seeds` has one seed
+    for each prompt (see `reset_seed`), which all responses to the prompt share.
+
+    Pass the attributes `prompts` and `samples` to the engine. Responses to a problem share a prompt if `reset` returned
+    the same text for all of them; otherwise each response has a separate prompt.
     """
 
     def __init__(
@@ -104,22 +106,22 @@ class Episodes:
         self.prompts = [episode.prompt for episode in self._episodes[:: self.samples]]
 
     def _construct(self) -> None:
-        """Makes all environments, one after another: a class may count its objects."""
+        """Creates all environments, one after another, because a class may count its objects."""
         calls: list[BackgroundCall] = []
         in_turn = True
         for episode in self._episodes:
             calls.append(episode.start_constructor(self._runner.factory))
-            if in_turn:  # after one that hangs, the others are waited for together
+            if in_turn:  # if a constructor hangs, the remaining ones run concurrently
                 calls[-1].wait(float("inf"))
                 in_turn = calls[-1].done()
         for episode, call in zip(self._episodes, calls, strict=True):
             episode.value(call, "the constructor")
 
     def _reset(self) -> None:
-        """Resets all environments at the same time, and adds what they return to the questions."""
+        """Resets all environments concurrently, and appends the texts they return to the questions."""
         begun = [episode for episode in self._episodes if episode.failure is None]
         calls = [episode.start_reset() for episode in begun]
-        encoded: dict[tuple[str, str], Prompt] = {}  # responses to one problem share the text, as a rule
+        encoded: dict[tuple[str, str], Prompt] = {}  # responses to a problem usually have the same text
         for episode, call in zip(begun, calls, strict=True):
             text = escape_surrogates(episode.value(call, "reset") or "")
             if text:
@@ -135,10 +137,10 @@ class Episodes:
                     )
 
     def _with_text(self, problem: Problem, text: str) -> Prompt:
-        """Returns the prompt of a problem whose question is followed by `text`."""
+        """Returns the prompt of a problem with `text` appended to the question."""
         tokenizer = self._runner.encoder.tokenizer
         prompt = self._runner.encode_prompt(replace(problem, question=problem.question + text), tokenizer)
-        if text.strip() not in prompt.text:  # some chat templates remove blanks around a message
+        if text.strip() not in prompt.text:  # some chat templates strip messages
             raise TrimtabError(
                 f"problem {problem.id!r}: what reset() returned is not in the prompt, because the prompts of this task "
                 "do not contain the question; let reset() return None"
@@ -152,7 +154,7 @@ class Episodes:
         episode = self._episode(prompt, sample)
         n = len(completion.response_ids)
         if n == episode.length:
-            return None  # this turn was submitted before, by a call that was aborted
+            return None  # an aborted call has submitted this turn before
         if not np.array_equal(completion.response_ids[: len(episode.ids)], episode.ids):
             raise TrimtabError(
                 f"problem {episode.prompt.problem.id!r}: the engine returned a turn whose response does not begin with "
@@ -183,7 +185,7 @@ class Episodes:
         return episode.result
 
     def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
-        """Returns the completed responses of each problem with their outcomes; asks the environments for rewards."""
+        """Calls `get_reward` of the environments and returns the completed responses with their outcomes."""
         pending = [(episode, episode.start_reward()) for episode in self._episodes]
         for episode, call in pending:
             if call is not None:
@@ -203,23 +205,23 @@ class Episodes:
         return _split_batches(responses, self._group_size)
 
     def close(self) -> None:
-        """Closes the environments that have a method `close`; the next request may need what they hold.
+        """Closes the environments that have a method `close`, because the next request may need their resources.
 
-        A call that has not begun never runs, and one in progress is waited for.
+        Cancels calls that have not started, and waits for calls in progress.
         """
         running = [episode.thread for episode in self._episodes if not episode.thread.cancel()]
-        for thread in running:  # all calls are canceled before the first is waited for
+        for thread in running:  # after all cancellations: otherwise a call that waits for a slot could start
             thread.wait()
         closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
         for call in closing:
             _, failure = awaited(call)
-            if failure is not None:  # the responses are complete, only what the environment held may be left
+            if failure is not None:  # only a warning: the responses are complete, but resources may leak
                 warnings.warn(f"close() of an environment {failure}", TrimtabWarning, stacklevel=2)
         for episode in self._episodes:
             episode.thread.end()
 
     def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
-        """Returns the call at the end of the last turn, or why it cannot be understood."""
+        """Returns the call at the end of the last turn, an error if it cannot be parsed, or None if there is none."""
         try:
             return self._runner.form.parse(self._last_turn(completion))
         except ToolError as error:
@@ -239,14 +241,14 @@ class Episodes:
         text, turn = completion.text, self._last_turn(completion)
         begins = [turn.find(begin) for begin in getattr(self._runner.form, "begin", ()) if begin in turn]
         if begins:
-            text = turn[: min(begins)]  # a call without its end is not an answer
+            text = turn[: min(begins)]  # an unfinished call is not an answer
         answer = self._runner.section.answer
         if answer is None:
             return not text.strip()
         return re.search(answer, text) is None
 
     def _observe(self, episode: Episode, call: BackgroundCall) -> TurnResult:
-        """Returns what follows a call that has ended, or was given up."""
+        """Returns what follows a call that has ended or timed out."""
         try:
             text = call.value()
         except EnvironmentFailed as error:
@@ -263,7 +265,7 @@ class Episodes:
         return self._observation(episode, f"Error: {text}")
 
     def _observation(self, episode: Episode, text: str) -> TurnResult:
-        """Returns a result as an observation, or the end of the response where it does not fit."""
+        """Returns a result as an observation, or ends the response if the result does not fit into it."""
         text = self._runner.encoder.shortened(escape_surrogates(text))
         try:
             ids = self._runner.encoder.observation(text)
@@ -280,7 +282,7 @@ class Episodes:
 
 
 def reset_seed(seed: int, number: int) -> int:
-    """Returns the seed of `reset` for the responses to one prompt, from the seed and the prompt's number in the run."""
+    """Returns the seed of `reset` for all responses to a prompt, from a seed and the prompt's number in the run."""
     return derive(seed, "environment", number) % 2**31
 
 

@@ -1,4 +1,4 @@
-"""How a model writes a call, and how the result is shown to it: as text (`Format`) and as tokens (`ResultEncoder`)."""
+"""How a model writes tool calls and how results are shown to it: as text (`Format`) and tokens (`ResultEncoder`)."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from trimtab.types import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool. `tool` is None where the format does not name it; a text is the tool's only argument."""
+    """A tool call."""
 
-    tool: str | None
-    arguments: str | Mapping[str, Any]
+    tool: str | None  # None if the format does not name the tool
+    arguments: str | Mapping[str, Any]  # a text is the only argument
 
 
 class ToolError(Exception):
-    """An error that the model reads as the result of its call: `Error: MESSAGE`, without the type of the exception.
+    """An error that the model reads as the result of its call, as `Error: MESSAGE` without the type of the exception.
 
-    Tools raise it, and `Format.parse` for a call that cannot be understood.
+    Tools raise it, and `Format.parse` raises it for a call that cannot be parsed.
     """
 
 
 class Format(Protocol):
-    """The text of calls and results.
+    """Protocol: how calls and results are written as text.
 
-    It may also have `begin`, the strings that begin a call: what follows one is not an answer where the call does not
-    end.
+    A format may also have an attribute `begin`, a tuple of the strings that begin a call: text after an unfinished call
+    is not an answer.
     """
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The strings that end a call. Generation stops there, in addition to the stops of the task."""
+        """The strings that end a call. Generation stops at them, and at the stop strings of the task."""
         ...
 
     def parse(self, text: str) -> Call | None:
-        """Returns the call at the end of a turn, or None. `text` is the whole turn, with the string that ended it.
+        """Returns the call at the end of a turn, or None. `text` is the whole turn with its stop string.
 
         Raises:
-            ToolError: there is a call that cannot be understood.
+            ToolError: there is a call that cannot be parsed.
         """
         ...
 
     def render(self, result: str) -> str:
-        """Returns the text that follows the turn: the result, and what begins the model's next turn."""
+        """Returns the text that follows the turn: the result, and the beginning of the model's next turn."""
         ...
 
 
@@ -63,8 +63,8 @@ class Format(Protocol):
 class Tag:
     """A call inside the text: `<python>6 * 7</python>`, answered by `<output>42</output>`.
 
-    `tools` are the names of the tools, each of which has a tag. The content is the only argument, as text; for the
-    tools in `multi_argument_tools` it is a JSON object of their arguments: `<add>{"left": 6, "right": 7}</add>`.
+    `tools` are the names of the tools, which are also the names of the tags. The content of a tag is the only argument,
+    as text. For tools in `multi_argument_tools`, it is a JSON object: `<add>{"left": 6, "right": 7}</add>`.
     """
 
     tools: tuple[str, ...]
@@ -91,7 +91,7 @@ class Tag:
         return f"<output>{result}</output>"
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Returns what a prompt says of the tools, whose JSON schemas are given."""
+        """Returns the description of the tools for a prompt, from their JSON schemas."""
         lines = ["Tools can be called. A call ends the turn; its result follows as <output>RESULT</output>."]
         for tool, function in zip(self.tools, (schema["function"] for schema in schemas), strict=True):
             names = list(function["parameters"]["properties"])
@@ -102,7 +102,7 @@ class Tag:
 
 
 class Fence:
-    """A fenced block of code, ```` ```python ````, answered by a block ```` ```output ````. For one tool only."""
+    """A call as a fenced block ```` ```python ````, answered by a block ```` ```output ````. For a single tool."""
 
     stop = ("\n```\n",)
     begin = ("```python",)
@@ -115,7 +115,7 @@ class Fence:
         return f"```output\n{result}\n```\n"
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Returns what a prompt says of the tool, whose JSON schema is given."""
+        """Returns the description of the tool for a prompt, from its JSON schema."""
         (schema,) = schemas
         return (
             "A tool can be called with a block that begins with ```python and ends with ```. A call ends the "
@@ -124,7 +124,7 @@ class Fence:
 
 
 def _explanation(function: Mapping[str, Any]) -> str:
-    """What a tool does and what its parameters are, in one line."""
+    """Returns one line with the purpose and the parameters of a tool."""
     parameters = [
         f"{name} ({schema.get('type', 'any')}): {schema['description']}"
         for name, schema in function["parameters"]["properties"].items()
@@ -143,16 +143,16 @@ def _arguments(tool: str, content: str) -> dict[str, Any]:
 
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-# The text that a call has before its end, over several lines as most templates teach it.
+# The text of a call before its end, on several lines as in most chat templates.
 SHAPE = '<tool_call>\n{"name": "", "arguments": {}}\n'
 _QUESTION = {"role": "user", "content": "?"}
-# With a thought, because many templates drop those of earlier turns when a result follows them.
+# Contains reasoning, because many templates drop the reasoning of earlier turns if a result follows.
 _REASONED = "<think>\nThus.\n</think>\n\nI call."
 _ADVICE = "take environment.format = 'tag', which works with every model, or a chat template that only appends"
 
 
 class _Content(BaseModel):
-    """What is between the tags of a call; further keys are ignored."""
+    """The JSON between the tags of a call; other keys are ignored."""
 
     name: str
     arguments: dict[str, Any] | None = None
@@ -161,8 +161,8 @@ class _Content(BaseModel):
 class Chat:
     """A call as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, its result as a message of role "tool".
 
-    What follows a call is the end of the assistant's message and all that the template puts before the beginning of the
-    next one; it is appended to the sampled tokens, which are never rendered again.
+    The observation contains the end of the assistant's message and all text of the template up to the next assistant
+    message. It is appended to the sampled tokens, which are never rendered again.
 
     Args:
         schemas: JSON schemas of the tools.
@@ -208,10 +208,10 @@ class Chat:
 
 
 def build_format(name: str, tools: tuple[str, ...], multi_argument_tools: frozenset[str] = frozenset()) -> Format:
-    """Returns the format `name`: "tag", "fence", or a user's own class as `module:Format`.
+    """Returns the format `name`: "tag", "fence", or a user's class as `module:Format`.
 
-    `multi_argument_tools` are the tools that need more than one argument. "chat" needs a tokenizer: see
-    `BuiltEnvironment.runner`.
+    `multi_argument_tools` are the tools that require more than one argument. The format "chat" needs a tokenizer and is
+    created by `BuiltEnvironment.runner`.
     """
     if name == "tag":
         return Tag(tools, multi_argument_tools)
@@ -240,36 +240,36 @@ def build_format(name: str, tools: tuple[str, ...], multi_argument_tools: frozen
 
 
 MARK = "\ue000"  # a character of Unicode's private use area
-CUT = " ... "  # stands for what is left out of the middle of a long result
-CHARACTERS = 32  # of a token that are read of a result too long to be encoded as a whole
+CUT = " ... "  # replaces the middle of a long result
+CHARACTERS = 32  # per token of the limit: only so many at each end of a very long result are encoded
 
 
 class ResultEncoder:
-    """Encodes results as the tokens that follow a turn, and decodes turns: a tokenizer with a format.
+    """Encodes results as the tokens that follow a turn, and decodes turns.
 
-    Text of a result never becomes a control token: `<|im_end|>` in it must not end a turn.
+    Text of a result never becomes a control token: `<|im_end|>` in a result must not end a turn.
 
     Args:
-        tokenizer: a copy with a lock is used, because tokenizers are not thread-safe and each engine has a thread.
-        form: how a result is written.
-        limit: tokens of a result; a longer one is cut in the middle.
+        tokenizer: is copied and locked, because tokenizers are not thread-safe and each engine has a thread.
+        form: how results are written.
+        limit: largest number of tokens of a result; the middle of a longer result is cut out.
     """
 
     def __init__(self, tokenizer: Any, form: Format, limit: int) -> None:
         self.tokenizer, self._lock = copy.deepcopy(tokenizer), threading.Lock()
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        # One character cannot be taken apart, and is not a control token.
+        # Tokens of a single character cannot be split, and are not control tokens.
         texts = [re.escape(str(token)) for token in added if len(str(token)) > 1]
-        # The first character of each text that is one token beside the vocabulary, those that overlap included.
+        # Matches the first character of each added token in a text; matches of overlapping tokens are all found.
         self._beginning = re.compile(f"(?=(?:{'|'.join(texts)})).", re.DOTALL) if texts else re.compile("(?!)")
         self._form, self._limit = form, limit
 
     def observation(self, result: str) -> IntArray:
-        """Returns the tokens that follow a turn."""
+        """Returns the tokens that follow a turn: the rendered result."""
         return self._encode_around(result, self._form.render)
 
     def shortened(self, result: str) -> str:
-        """Returns the text with its middle cut out if it has more tokens than the limit."""
+        """Returns the text; if it has more tokens than the limit, its middle is cut out."""
         room = self._limit * CHARACTERS
         if len(result) <= 2 * room:
             head = tail = self._encode_around(result)
@@ -284,9 +284,10 @@ class ResultEncoder:
             return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _encode_around(self, text: str, render: Callable[[str], str] = str) -> IntArray:
-        """Encodes what `render` makes of a text, in pieces that keep the text from holding control tokens.
+        """Returns the tokens of `render(text)`, such that `text` itself contains no control tokens.
 
-        A mark that the text does not have is put inside of each added token: the parts between are plain text.
+        A mark that does not occur in the text is inserted after the first character of each added token. The rendered
+        text is then split at the marks, and the pieces are encoded separately.
         """
         longest = max(map(len, re.findall(f"{MARK}+", text)), default=0)
         mark = MARK * (longest + 1)
@@ -300,5 +301,5 @@ class ResultEncoder:
 
 
 def escape_surrogates(text: str) -> str:
-    """Returns the text with halves of surrogate pairs, which no tokenizer takes, as `\\udcff`."""
+    """Returns the text with unpaired surrogates, which tokenizers do not accept, written as `\\udcff`."""
     return text.encode(errors="backslashreplace").decode()

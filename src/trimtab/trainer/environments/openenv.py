@@ -1,7 +1,7 @@
 """The environment "openenv": an OpenEnv server, whose actions are the tools.
 
-Speaks the JSON messages of OpenEnv's WebSocket (`/ws`), checked against openenv 0.10. The client of the openenv package
-is not used: it brings a hundred packages, and pins some of them to versions below those of Trimtab.
+This module exchanges JSON messages over OpenEnv's WebSocket (`/ws`), as in openenv 0.10. It does not use the client of
+the openenv package, which installs a hundred packages and pins some of them to versions older than Trimtab needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_MESSAGE = 64 * 2**20  # bytes
 
 
 class Options(BaseModel):
-    """Keywords of the environment."""
+    """The keywords of the environment "openenv"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,7 +39,7 @@ class Options(BaseModel):
     reward: bool = Field(True, description="the reward is the sum over the steps; false: the recipe's rewards")
 
     def build(self, section: EnvironmentConfig) -> environments.BuiltEnvironment:
-        """Returns the environment of the server, which is asked for its tools."""
+        """Asks the server for its tools and returns the environment."""
         kind = openenv_class(self)
         check_class(kind, "openenv")
         return environments.BuiltEnvironment(section, "openenv", kind, functools.partial(kind, self))
@@ -50,25 +50,25 @@ class ServerError(Exception):
 
 
 class Session:
-    """A session of an OpenEnv server, which is one environment until it is closed."""
+    """A session of an OpenEnv server: one environment, until the session is closed."""
 
     def __init__(self, url: str) -> None:
         self._url = url.replace("http", "ws", 1).rstrip("/") + "/ws"
         self._socket: Any = None
 
     async def send(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the data of the answer to a message; opens the connection before the first one.
+        """Sends a message and returns the data of the answer. The first call opens the connection.
 
         Raises:
             ServerError: the server answers with an error.
-            OSError: it cannot be reached.
+            OSError: the server cannot be reached.
         """
         from websockets.asyncio.client import connect
         from websockets.exceptions import ConnectionClosed
 
         if self._socket is None:
             self._socket = await connect(self._url, open_timeout=CONNECT_SECONDS, max_size=MAX_MESSAGE, proxy=None)
-        with contextlib.suppress(ConnectionClosed):  # why it was closed is in the message that came before
+        with contextlib.suppress(ConnectionClosed):  # the last received message says why it was closed
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
             answer = json.loads(await self._socket.recv())
@@ -98,7 +98,7 @@ class OpenEnv:
         self._done = False
 
     async def reset(self, **row: Any) -> str:
-        """Begins an episode. The server gets the row, with a seed that is the same for all responses to it."""
+        """Starts an episode. The server gets the row and a seed, which is the same for all responses to a prompt."""
         self._rewards, self._done = [], False
         answer = await self._session.send("reset", row)
         self._done = bool(answer.get("done"))
@@ -110,7 +110,7 @@ class OpenEnv:
         await self._session.close()
 
     def _get_reward(self) -> float:
-        """Returns the sum of the rewards of the steps: 0 without a step."""
+        """Returns the sum of the rewards of all steps; 0 if there was no step."""
         known = [reward for reward in self._rewards if reward is not None]
         if self._rewards and not known:
             raise ServerError(
@@ -128,10 +128,10 @@ class OpenEnv:
 
 
 def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
-    """Returns what the model reads of an observation; `field` as `Options.observation`.
+    """Returns the text of an observation that the model reads; `field` is `Options.observation`.
 
     Raises:
-        ServerError: the observation lacks the field.
+        ServerError: the observation does not have the field.
         ValueError: a tool of the server failed.
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
@@ -148,7 +148,7 @@ def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
 
 
 def _result_of_tool(observation: Mapping[str, Any]) -> str:
-    """Returns the text of a result of an MCP tool. Raises `ValueError` if the call failed."""
+    """Returns the text of the result of an MCP tool. Raises `ValueError` if the call failed."""
     if observation.get("error"):
         error = observation["error"]
         raise ValueError(error.get("message", error) if isinstance(error, dict) else error)
@@ -162,9 +162,10 @@ def _result_of_tool(observation: Mapping[str, Any]) -> str:
 
 
 def openenv_class(options: Options) -> type:
-    """Returns the class of the environments of a server, with a method for each of its tools.
+    """Returns the environment class for a server, with a method for each tool.
 
-    A server with MCP tools has these; another one has one tool, whose parameters are the fields of its action.
+    The tools are the MCP tools of the server. A server without MCP tools has a single tool, whose parameters are the
+    fields of the server's action.
     """
     require_extra("openenv", "environment 'openenv'")
     call = in_background(lambda: _tools(options), CONNECT_SECONDS)
@@ -212,10 +213,10 @@ async def _tools(options: Options) -> list[Callable[..., Any]]:
 def method_of(
     name: str, description: str, schema: Mapping[str, Any], action: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> Callable[..., Any]:
-    """Returns a tool whose parameters are those of a JSON schema. The server checks their values."""
+    """Returns a tool with the parameters of a JSON schema. The server checks the values of the arguments."""
     properties = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
     required = [key for key in properties if key in schema.get("required", ())]
-    names = [*required, *(key for key in properties if key not in required)]  # those with a default come last
+    names = [*required, *(key for key in properties if key not in required)]  # parameters with a default come last
 
     async def tool(self: OpenEnv, *values: Any, **named: Any) -> str:
         return await self._step(action(dict(zip(names, values, strict=False)) | named))  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""The environment "python": a sandboxed interpreter as the only tool."""
+"""The environment "python": its only tool is a sandboxed Python interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession
 
 
 class Options(BaseModel):
-    """Keywords of the environment."""
+    """The keywords of the environment "python"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,7 +32,7 @@ class Options(BaseModel):
     workers: int = Field(2, ge=1, le=256, description="calls that run at a time")
 
     def build(self, section: EnvironmentConfig) -> environments.BuiltEnvironment:
-        """Returns the environment, whose episodes share one pool."""
+        """Returns the environment. All episodes share one pool of sandboxes."""
         lowest = self.seconds + GRACE
         if section.timeout < lowest:
             raise TrimtabError(
@@ -48,7 +48,7 @@ class Options(BaseModel):
 
 
 class PythonEnvironment:
-    """A Python interpreter as a tool. With `stateful` the calls of an episode share variables."""
+    """A Python interpreter as a tool. With `stateful`, the calls of an episode share variables."""
 
     def __init__(self, pool: PythonPool, *, stateful: bool) -> None:
         self._pool, self._stateful = pool, stateful
@@ -65,7 +65,7 @@ class PythonEnvironment:
         Args:
             code: the code.
         """
-        code = textwrap.dedent(code).strip()  # blanks around it in a tag are not indentation
+        code = textwrap.dedent(code).strip()  # white space around the code in a tag is not indentation
         if self._session is not None:
             result = self._session.run(code)
         else:

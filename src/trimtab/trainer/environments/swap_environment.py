@@ -1,4 +1,4 @@
-"""The environment "swap": a row of digits is sorted by exchanging two of them at a time; and its compact format."""
+"""The environment "swap", in which a row of digits is sorted by swapping two digits at a time, and its format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimtab.trainer.environments.formats import Call
 
 
 class SwapEnvironment:
-    """A row of digits with a tool that swaps two of them; the reward is 1 for a row that ends up sorted."""
+    """A row of digits, with a tool that swaps two digits. The reward is 1 if the final row is sorted, else 0."""
 
     def reset(self, **row: Any) -> None:
         """Begins with the digits of `row["question"]`."""
@@ -31,7 +31,7 @@ class SwapEnvironment:
 
 
 class SwapFormat:
-    """A call is its positions and a question mark, "14?"; the result is the row and an equals sign, "1342="."""
+    """A compact format: a call is two positions and a question mark, "14?"; a result is the row and "=", "1342="."""
 
     stop = ("?",)
 

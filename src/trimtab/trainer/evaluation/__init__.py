@@ -1,6 +1,6 @@
 """Evaluation without a trainer: avg@n and pass@k on tasks.
 
-`evaluator` measures models on tasks; `eval_results` has the numbers of one model on one task, and tables of several.
+`evaluator` measures models on tasks; `eval_results` has the result of one model on one task, and tables of results.
 """
 
 from trimtab.trainer.evaluation.eval_results import EvalResult, Results, pass_at_k

@@ -1,4 +1,4 @@
-"""Results: those of one model on one task (accuracy, pass@k, counts, with intervals over problems), and of several."""
+"""Results of an evaluation: accuracy, pass@k and counts of one model on one task, and tables of several results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ NOTE = "percent, with 95% intervals over problems"
 
 @lru_cache(maxsize=1 << 16)
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is right) from n samples of which c are (Chen et al. 2021).
+    """Returns the unbiased estimate of P(at least one of k samples is correct), from c correct ones of n samples.
 
-    1 - C(n-c, k) / C(n, k). Raises `TrimtabError` unless 0 <= c <= n and 1 <= k <= n: for k > n it is undefined.
+    1 - C(n-c, k) / C(n, k) (Chen et al. 2021), undefined for k > n. Raises `TrimtabError` unless 0 <= c <= n and
+    1 <= k <= n.
     """
     if not 0 <= c <= n:
         raise TrimtabError(f"pass@k: {c} correct of {n} samples is impossible")
@@ -34,7 +35,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The result of one problem: number of scored samples, number of correct ones among them, and mean reward."""
+    """The result of one problem: number of scored samples, number of correct samples, and mean reward."""
 
     id: str
     scored: int
@@ -50,14 +51,14 @@ class EvalResult:
     samples: int
     temperature: float
     seed: int
-    problems: tuple[ProblemResult, ...]  # those with at least one scored sample, and those that are too long
-    errors: tuple[str, ...]  # of samples whose reward failed, failed episodes included: they are in no other number
+    problems: tuple[ProblemResult, ...]  # problems with a scored sample, and problems whose prompt is too long
+    errors: tuple[str, ...]  # of samples whose reward or episode failed; accuracy, pass@k and reward exclude them
     truncated: float  # share of samples cut by the length limit
     tokens: float  # mean number of response tokens
     seconds: float
     too_long: int  # problems whose prompt does not fit the context: all their samples count as wrong, with reward 0
-    prompt: str  # its style
-    episodes: EpisodeCounts | None = None  # None without an environment
+    prompt: str  # the style of the prompts
+    episodes: EpisodeCounts | None = None  # None if there is no environment
 
     @property
     def accuracy(self) -> float:
@@ -65,7 +66,7 @@ class EvalResult:
 
     @cached_property
     def accuracy_estimate(self) -> Interval:
-        """The accuracy with its 95% confidence interval over problems drawn at random."""
+        """The accuracy with its 95% confidence interval, for problems drawn at random."""
         return problem_interval([problem.correct / problem.scored for problem in self.problems], self.scored)
 
     @property
@@ -78,7 +79,7 @@ class EvalResult:
 
     @property
     def pass_ks(self) -> tuple[int, ...]:
-        """Powers of two up to the smallest number of scored samples; none for a single sample."""
+        """All k: powers of two up to the smallest number of scored samples; empty for a single sample."""
         most = min(problem.scored for problem in self.problems)
         return tuple(1 << power for power in range(most.bit_length())) if most > 1 else ()
 
@@ -144,16 +145,13 @@ class TextTable:
 
 @dataclass(frozen=True)
 class Results:
-    """Results by model, task and mode (`greedy`, `sampled`). Averages weigh all tasks equally (macro mean).
-
-    `notes` are those of the tasks, such as the choice of a prompt style.
-    """
+    """Results of several models and tasks. Averages weight all tasks equally (macro mean)."""
 
     models: tuple[str, ...]
     tasks: tuple[str, ...]
     settings: Mapping[str, Any]
-    measured: Mapping[tuple[str, str, str], EvalResult]
-    notes: tuple[str, ...] = ()
+    measured: Mapping[tuple[str, str, str], EvalResult]  # by (model, task, mode); the mode is "greedy" or "sampled"
+    notes: tuple[str, ...] = ()  # on the tasks, such as the choice of a prompt style
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -161,7 +159,7 @@ class Results:
 
     @cached_property
     def ks(self) -> tuple[int, ...]:
-        """All k, powers of two, for which every sampled result has a pass@k."""
+        """All k for which every sampled result has a pass@k."""
         sampled = [result.pass_ks for (_, _, mode), result in self.measured.items() if mode != "greedy"]
         return min(sampled, key=len, default=())
 
@@ -170,12 +168,12 @@ class Results:
         return macro_average([self.measured[model, task, mode].accuracy_estimate for task in tasks or self.tasks])
 
     def passes(self, model: str, mode: str, tasks: Sequence[str] | None = None) -> dict[int, Interval]:
-        """Returns the mean of pass@k over `tasks` (default: all), by k of `ks`."""
+        """Returns the mean of pass@k over `tasks` (default: all) for each k in `ks`."""
         by_task = [self.measured[model, task, mode].pass_estimates for task in tasks or self.tasks]
         return {k: macro_average([estimates[k] for estimates in by_task]) for k in self.ks}
 
     def tables(self) -> list[TextTable]:
-        """Returns accuracies, pass@k as far as it was measured, and details."""
+        """Returns the tables of accuracies, of pass@k if it was measured, and of details."""
         passes = [self._passes()] if self.ks else []
         return [self._accuracies(), *passes, self._details()]
 
@@ -192,7 +190,7 @@ class Results:
         return list(dict.fromkeys([*self.notes, *long, *failed, *filter(None, calls)]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON types; fractions, not percent."""
+        """Returns all results as JSON types; accuracies are fractions, not percentages."""
         averages = [
             (model, mode, self.accuracy(model, mode), {} if mode == "greedy" else self.passes(model, mode))
             for model in self.models
@@ -218,7 +216,7 @@ class Results:
         }
 
     def _columns(self) -> list[tuple[str, Sequence[str]]]:
-        """Returns the columns of tables and their tasks: each task, and the average if there are several."""
+        """Returns the columns of the tables with their tasks: each task, and the average if there are several tasks."""
         single: list[tuple[str, Sequence[str]]] = [(task, (task,)) for task in self.tasks]
         return single if len(single) == 1 else [*single, (AVERAGE, self.tasks)]
 
@@ -254,6 +252,6 @@ class Results:
 
 
 def _percent(estimate: Interval) -> str:
-    """`37.9 [33.1, 42.6]`, as the papers write accuracies."""
+    """Returns a percentage with its interval, such as `37.9 [33.1, 42.6]`."""
     value, low, high = (format(100 * number, ".1f") for number in estimate)
     return f"{value} [{low}, {high}]"

@@ -1,7 +1,7 @@
-"""Evaluates models on tasks: samples responses, scores them and counts correct ones.
+"""Evaluates models on tasks: samples responses, scores them, and counts the correct ones.
 
-`evaluate` measures one model on one task, which training does too; `compare` several models on several tasks, greedy
-and sampled.
+`evaluate` measures one model on one task; training calls it too. `compare` measures several models on several tasks,
+with greedy and sampled responses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trimtab.trainer.evaluation.eval_results import EvalResult, ProblemResult, R
 from trimtab.trainer.rewards import Scorer
 from trimtab.types import Completion, Engine, Problem, Prompt, RewardSpec, SamplingParams, Task
 
-# Largest number of prompts, and approximately of responses, in one engine call.
+# Bounds of one engine call: the number of prompts, and approximately the number of responses.
 PROMPTS_PER_CALL = 64
 RESPONSES_PER_CALL = 1024
 DTYPES = ("bfloat16", "float32")
@@ -49,13 +49,13 @@ def evaluate(
     context: int | None = None,
     episodes: EpisodeRunner | None = None,
 ) -> EvalResult:
-    """Samples `samples` responses to every problem and scores them; a `temperature` of 0 is greedy.
+    """Samples `samples` responses to every problem, scores them, and returns the counts.
 
-    A sample is correct if its first reward is 1. The result is a function of `seed`. `progress(done, all)` is called
-    after each batch of problems. `episodes` runs multi-turn responses.
+    A sample is correct if its first reward is 1. The result depends on `seed` only. A temperature of 0 is greedy.
+    `progress(done, all)` is called after each batch of problems. `episodes` runs multi-turn responses.
 
-    `context` is the context length of the models in tokens. A problem whose prompt does not fit it together with
-    `sampling.max_tokens` is not sampled, and all its samples count as wrong. Without `context` the engine refuses it.
+    `context` is the context length of the model in tokens. If a prompt plus `sampling.max_tokens` exceeds it, the
+    problem is not sampled and all its samples count as wrong. Without `context`, the engine raises for such a prompt.
 
     Raises `TrimtabError` if there are no problems, if no prompt fits, or if no sample could be scored.
     """
@@ -111,16 +111,16 @@ def _sample(
     seeds: tuple[int, int],
     episodes: EpisodeRunner | None,
 ) -> list[list[Completion]]:
-    """Returns the responses to prompts.
+    """Returns the responses to the prompts of one engine call.
 
-    `numbered` has the prompts by their position in the evaluation; `seeds` are that of the evaluation and the call's.
-    The engine's random draws depend on a prompt's index in the call, so each call needs its own seed.
+    `numbered` has the prompts by their position in the evaluation; `seeds` is (evaluation seed, call index). The
+    engine's random draws depend on the index of a prompt in the call, so each call needs a different seed.
     """
     prompts = list(numbered.values())
     if not prompts:
         return []
     if episodes is not None:
-        # Not the run's own seed: training and evaluation must not play the same random environments.
+        # Not the seed itself: training and evaluation must not use the same random environments.
         base = _seed(seeds[0])
         reset_seeds = [reset_seed(base, position) for position in numbered]
         return episodes.generate(
@@ -135,20 +135,20 @@ def _seed(*words: int) -> int:
 
 @dataclass
 class _Counts:
-    """Counts over batches; samples themselves are not kept. `cut`: samples that ended at the length limit."""
+    """Counts over batches; the samples are discarded after each batch."""
 
     problems: list[ProblemResult] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     answers: int = 0
-    cut: int = 0
+    cut: int = 0  # samples that ended at the length limit
     tokens: int = 0
-    too_long: int = 0
+    too_long: int = 0  # prompts that do not fit the context
     episodes: EpisodeCounts = field(default_factory=EpisodeCounts)
 
     def add(
         self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion] | None], samples: int, scorer: Scorer
     ) -> None:
-        """Scores a batch; an entry of `groups` is None for a prompt that does not fit."""
+        """Scores a batch; the entry of `groups` is None for a prompt that does not fit the context."""
         pairs = [(prompt.problem, one) for prompt, group in zip(prompts, groups, strict=True) for one in group or ()]
         scores = scorer.score(pairs)
         rest = iter(scores)
@@ -169,18 +169,18 @@ class _Counts:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task with its options; `reward` and `max_tokens` replace the task's own, `environment` is of its episodes."""
+    """A task with its options."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    reward: Sequence[RewardSpec] = ()
-    max_tokens: int | None = None
-    environment: EnvironmentConfig | None = None
+    reward: Sequence[RewardSpec] = ()  # if given, replaces the rewards of the task
+    max_tokens: int | None = None  # if given, replaces the response limit of the task
+    environment: EnvironmentConfig | None = None  # for multi-turn episodes
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model's name in tables, and a context manager that gives the folder or name for `models.load`."""
+    """The name of a model in tables, and a context manager that yields the folder or name for `models.load`."""
 
     label: str
     folder: Callable[[], AbstractContextManager[str]]
@@ -191,7 +191,7 @@ class Settings:
     """Settings of an evaluation."""
 
     samples: int = 1  # responses to each problem
-    greedy: bool = False  # measure one greedy response as well
+    greedy: bool = False  # also measure one greedy response
     temperature: float | None = None  # default: greedy for one sample, 1 for several
     top_p: float = 1.0
     max_tokens: int | None = None
@@ -214,7 +214,7 @@ class Settings:
         return (0.0 if self.samples == 1 else 1.0) if self.temperature is None else self.temperature
 
     def modes(self) -> tuple[Mode, ...]:
-        """Returns what is measured of every model and task. Raises `TrimtabError` for several greedy samples."""
+        """Returns the modes in which each model is measured. Raises `TrimtabError` for several greedy samples."""
         if self.sampling_temperature == 0 and self.samples > 1:
             raise TrimtabError(
                 f"samples = {self.samples} at temperature 0 are all the same; use 1 sample or a temperature above 0"
@@ -242,7 +242,7 @@ class _Sampler:
     label: str
     engine: Engine
     tokenizer: Any
-    context: int | None  # largest number of tokens of a prompt and its response; None: no limit
+    context: int | None  # largest number of tokens of a prompt plus its response; None: no limit
 
 
 def compare(
@@ -256,10 +256,10 @@ def compare(
     """Measures every model on every task with the embedded engine.
 
     Args:
-        models: bundled names, folders, HF ids or `ModelSpec`s; one is in memory at a time.
+        models: bundled names, folders, HF ids or `ModelSpec`s; only one model is in memory at a time.
         specs: names of tasks or `TaskSpec`s.
-        progress: called as `progress(name, done, all)` with numbers of problems, first with `done` 0.
-        notes: lines below the tables, besides those of the tasks.
+        progress: called as `progress(name, done, all)` with numbers of problems, at first with `done` = 0.
+        notes: lines to show below the tables, before the notes of the tasks.
     """
     modes = settings.modes()
     model_specs = [ModelSpec(one, partial(nullcontext, one)) if isinstance(one, str) else one for one in models]
@@ -267,7 +267,7 @@ def compare(
     _require_distinct("model", [spec.label for spec in model_specs])
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
-        prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # before torch is imported: rewards fork
+        prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # rewards fork: before torch is imported
         for spec in model_specs:
             sampler = _open_model(spec, settings)
             for prepared in prepared_tasks:

@@ -35,11 +35,11 @@ SEEDS = 5
 
 REAL_RECIPE = "quickstart"
 LONG_RECIPE = "laboratory-long"
-OWN_RECIPES = ("laboratory-tools", LONG_RECIPE)  # each the name of its model, too
-# Tuned for the recipe `laboratory`. `laboratory-long` has the same in proportion, other models the values of their
-# recipe in every regime.
+OWN_RECIPES = ("laboratory-tools", LONG_RECIPE)  # recipes with the name of their model
+# The budget of a regime, tuned for the recipe `laboratory`. It is scaled for `laboratory-long`; other models ignore it
+# and use the values of their recipe.
 BUDGET_KEYS = ("trainer.steps", "optim.lr")
-WARM_STARTS = 3  # of `laboratory-long`, by seed
+WARM_STARTS = 3  # `laboratory-long` has this many warm-started models; the seed of a run selects one
 EVALUATIONS = 5
 FOLDER_LENGTH = 120  # characters; file systems allow 255 bytes
 _EXPERIMENT_KEYS = {
@@ -53,19 +53,17 @@ _EXPERIMENT_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An objective with changed keywords.
+    """An objective with changed keywords."""
 
-    `objective` is the name of a method, or a user's own `module:function`. `spec` is the text given by the user, such
-    as `icepop:weight_max=3`; a keyword with a dot is a recipe key (`token-alp:perturbation.std=0.01`).
-    """
-
+    # The text given by the user, such as `icepop:weight_max=3`. A keyword with a dot is a recipe key
+    # (`token-alp:perturbation.std=0.01`).
     spec: str
-    objective: str
+    objective: str  # the name of a preset, or a user's `module:function`
     overrides: tuple[str, ...]
 
     @property
     def folder(self) -> str:
-        """The name of the folder of its runs; a long one is cut and ends with a hash, since file names have a bound."""
+        """The name of the folder of the method's runs; a name that is too long is cut and ends with a hash."""
         name = re.sub(r"[^\w.+-]+", "_", self.spec, flags=re.ASCII)
         if len(name) <= FOLDER_LENGTH:
             return name
@@ -75,18 +73,18 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of the experiment. `config.out` is its run directory, `name` that below the experiment's."""
+    """One run of the experiment."""
 
-    name: str
+    name: str  # path of the run directory, relative to the folder of the experiment
     method: Method
     regime: Regime
     seed: int
-    config: Config
+    config: Config  # `config.out` is the run directory
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedRun:
-    """A method that is impossible in a regime, and the reason (e.g. prefixes of an older policy, stale sampler)."""
+    """A method that cannot be trained in a regime, and the reason (such as prefixes with a stale sampler)."""
 
     method: Method
     regime: Regime
@@ -95,20 +93,17 @@ class SkippedRun:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """All runs of an experiment in training order: seed by seed, so that partial results have equal seeds.
+    """All runs of an experiment in training order: seed by seed, so that partial results cover the same seeds."""
 
-    `out` is the folder of the experiment, `model` and `sets` the options that its runs have in common.
-    """
-
-    out: Path
+    out: Path  # the folder of the experiment
     runs: tuple[PlannedRun, ...]
     skipped: tuple[SkippedRun, ...] = ()
-    model: str | None = None
-    sets: Sequence[str] = ()
+    model: str | None = None  # option --model, for all runs
+    sets: Sequence[str] = ()  # options --set, for all runs
 
 
 def parse_method(spec: str) -> Method:
-    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`, where the name is a method or a user's own `module:function`."""
+    """Parses `NAME` or `NAME:KEY=VALUE,KEY=VALUE`, where NAME is a preset or a user's `module:function`."""
     name, rest = split_name(spec)
     if not name:
         raise TrimtabError(
@@ -135,10 +130,10 @@ def plan_experiment(
     sets: Sequence[str] = (),
     first_seed: int = 0,
 ) -> ExperimentPlan:
-    """Returns every method x regime x seed, validated before anything is trained.
+    """Returns the runs of every method x regime x seed. Each recipe is validated before anything is trained.
 
-    `sets` are recipe changes for all runs. Raises `TrimtabError` for a method or regime named twice, a key that belongs
-    to the experiment or to a regime, and a method that no regime can train.
+    `sets` are recipe changes for all runs. Raises `TrimtabError` if a method or regime is named twice, if a key belongs
+    to the experiment or to a regime, or if a method cannot be trained in any of the regimes.
     """
     parsed = [parse_method(spec) for spec in methods]
     _check_unique("method", [method.folder for method in parsed])
@@ -166,9 +161,9 @@ def plan_experiment(
 
 
 def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
-    """Returns every objective and seed of `[compare]`, each with a validated recipe, as an experiment in one regime.
+    """Returns the runs of every objective and seed of `[compare]`, with validated recipes, as one regime.
 
-    Another objective than the recipe's starts from its own defaults, as with `--set objective.name=...`.
+    An objective other than that of the recipe starts from its defaults, as with `--set objective.name=...`.
     """
     assert config.compare is not None
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
@@ -191,7 +186,7 @@ def _name(method: Method, regime: Regime, seed: int) -> str:
 def _config(method: Method, regime: Regime, seed: int, out: Path, model: str | None, sets: Sequence[str]) -> Config:
     recipe = _recipe_of(model)
     changes = [
-        'unset=["objective"]',  # the keywords of the recipe's objective, if it has the same name
+        'unset=["objective"]',  # otherwise an objective of the same name would inherit the recipe's keywords
         f"objective.name={method.objective}",
         "threads=1",
         "log.trajectories_every=0",

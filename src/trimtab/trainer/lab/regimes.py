@@ -1,8 +1,8 @@
 """Regimes: controlled mismatch between trainer and sampler, as changes to the `laboratory` recipe.
 
-A regime is a mechanism (the difference from on-policy training with equal numerics) and a budget (number of optimizer
-updates and learning rate). Mechanisms can be combined: `stale-32+int3` applies both. A combination has the largest
-number of updates and the lowest learning rate of its parts. Within a regime every method has the same budget.
+A regime consists of a mechanism (the difference from on-policy training with equal numerics) and a budget (number of
+optimizer updates and learning rate). Mechanisms can be combined: `stale-32+int3` applies both. A combination has the
+largest number of updates and the lowest learning rate of its parts. All methods of a regime have the same budget.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ UPDATES, LEARNING_RATE = 80, 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """A named regime; `overrides` maps dotted keys of the `laboratory` recipe to values, including the budget."""
+    """A named regime."""
 
     name: str
     description: str
-    overrides: Mapping[str, Any]
+    overrides: Mapping[str, Any]  # changed keys (dotted) of the `laboratory` recipe, including the budget
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def _rounding(bits: int) -> _Mechanism:
 
 
 def _staleness(lag: int) -> _Mechanism:
-    # At the default learning rate every method collapses with a lag of 32 updates, and none can be distinguished.
+    # At the default learning rate all methods collapse with a lag of 32 updates, so they cannot be distinguished.
     return _Mechanism(f"the sampler refreshed every {lag} updates", {"trainer.sync_every": lag}, updates=128, rate=5e-5)
 
 
@@ -64,8 +64,8 @@ PARTS: dict[str, _Mechanism] = {
     "int8": _rounding(8),
     "int4": _rounding(4),
     "int3": _rounding(3),
-    # Its k3 is between int4 and int3, but the error changes at every refresh. At int3 the error is constant, and
-    # methods differ in how much the policy learns to exploit it.
+    # The k3 of `noise` is between those of int4 and int3, but the error changes at every refresh. The error of int3 is
+    # constant, and methods differ in how much the policy learns to exploit it.
     "noise": _Mechanism(
         "noise of 20% on the sampler's weight matrices, drawn anew at every refresh", {"engine.noise": 0.2}
     ),
@@ -83,7 +83,7 @@ PARTS: dict[str, _Mechanism] = {
 
 
 def regime(name: str) -> Regime:
-    """Returns the regime of that name, or the combination `a+b`."""
+    """Returns the regime `name`, which may be a combination such as `a+b`."""
     words = name.split("+")
     for index, word in enumerate(words):
         if word not in PARTS:

@@ -1,8 +1,8 @@
-"""Trains many recipes in worker processes and resumes interrupted ones.
+"""Trains many recipes in worker processes and resumes interrupted runs.
 
-Workers are separate processes, since threads and global state of torch must not be shared; each trains several runs in
-turn. A run is finished if its directory contains a result (`result.json`); a later start checks nothing else but that
-the settings are the same. `results.parquet` is the table of all results.
+Workers are separate processes because runs must not share the threads and global state of torch. Each worker trains
+several runs, one after another. A run is finished if its directory contains a result (`result.json`); a later start
+only checks that its settings are the same. `results.parquet` is the table of all results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trimtab.trainer.stop import Stop
 if TYPE_CHECKING:
     from trimtab.trainer.display import RunsDisplay
 
-POLL_INTERVAL = 0.05  # seconds between looks at the workers and for a stop signal
+POLL_INTERVAL = 0.05  # seconds between checks of the workers and of the stop signal
 REFUSED = "refused"
 FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 
@@ -40,7 +40,7 @@ FREE_TO_CHANGE = ("out", "description", "trainer.max_idle_steps")
 def run_experiment(
     plan: ExperimentPlan, *, workers: int, observer: RunsDisplay, keep: bool = False
 ) -> dict[str, RunSummary]:
-    """Trains all runs of the plan and returns the results by name; updates `results.parquet` after every run."""
+    """Trains all runs of the plan and returns the results by name. Updates `results.parquet` after every run."""
     recipes = {run.name: run.config for run in plan.runs}
     with locked(plan.out):
         save = partial(write_results, plan)
@@ -50,8 +50,8 @@ def run_experiment(
 def run_recipe_comparison(config: Config, out: Path, observer: RunsDisplay, *, resume: bool) -> list[Path]:
     """Trains every objective of `[compare]` with every seed and returns their folders, `out/<objective>/seed<k>`.
 
-    Raises `TrimtabError` if `out` is not empty and `resume` is off, if it is empty and `resume` is on, or if a run
-    failed or diverged.
+    Raises `TrimtabError` if `out` is not empty without `resume`, if it is empty with `resume`, or if a run failed or
+    diverged.
     """
     has_runs = out.exists() and any(out.iterdir())
     if resume and not has_runs:
@@ -79,12 +79,12 @@ def train_all(
 ) -> dict[str, RunSummary]:
     """Trains every recipe into its `out`, `workers` at a time, and returns the results by name in the given order.
 
-    Finished runs are not trained again. A run that fails does not stop the others. `keep` keeps checkpoints. `save` is
-    called with the results so far, at the start and after every run.
+    Finished runs are not trained again. A run that fails does not stop the others. With `keep`, checkpoints are kept.
+    `save` is called with all results so far, at the start and after every run.
 
     Raises:
-        TrimtabError: the directory of a run holds one with other settings; nothing was trained.
-        Stopped: by Ctrl-C or SIGTERM; the first signal waits for the current steps and their checkpoints.
+        TrimtabError: a run directory holds a run with other settings; nothing was trained.
+        Stopped: after Ctrl-C or SIGTERM; the first signal waits for the current steps and their checkpoints.
     """
     finished = {name: result for name, config in recipes.items() if (result := read_result(config)) is not None}
     save(finished)
@@ -121,7 +121,7 @@ def train_all(
 
 @dataclass
 class _Worker:
-    """One process and the name of the run that it trains; if the process dies, its run fails and it is replaced."""
+    """A worker process and the name of its current run. If the process dies, the run fails and it is replaced."""
 
     process: WorkerProcess
     run: str = ""
@@ -135,11 +135,11 @@ class _Worker:
         except OSError as error:
             self.failure = f"its process could not be started ({error})"
             return
-        with suppress(OSError):  # it has ended, which `news` says
+        with suppress(OSError):  # the process has ended: `news` reports that
             self.process.send((recipes[run], keep, provenance.command()))
 
     def news(self) -> int | RunSummary | None:
-        """Returns the number of a finished step, or the result of the run; None while there is nothing new."""
+        """Returns the number of a finished step, the result of the run, or None if there is nothing new."""
         if self.failure:
             return RunSummary("failed", self.failure)
         try:
@@ -154,10 +154,10 @@ def _start_process() -> WorkerProcess:
 
 
 def read_result(config: Config) -> RunSummary | None:
-    """Reads the summary of a finished run; None if it is not finished or failed, so that it is trained again.
+    """Returns the summary of a finished run, or None if the run is unfinished or failed: it is then trained again.
 
-    Raises `TrimtabError` if the directory holds a run with other settings, naming the first that differs, or other
-    files than a run's.
+    Raises `TrimtabError` if the directory holds files but no run, or a run with other settings (the message names the
+    first difference).
     """
     folder = Path(str(config.out))
     _check_settings(folder, config)
@@ -177,7 +177,7 @@ def read_result(config: Config) -> RunSummary | None:
 def _check_settings(folder: Path, config: Config) -> None:
     file = folder / CONFIG
     if not file.is_file():
-        # Training would replace it.
+        # Training would replace these files.
         if folder.is_dir() and any(item.name != LOCK for item in folder.iterdir()):
             raise TrimtabError(f"{folder} holds files but no run ({CONFIG} is missing): choose another --out")
         return
@@ -186,7 +186,7 @@ def _check_settings(folder: Path, config: Config) -> None:
     except (OSError, ValueError) as error:
         raise TrimtabError(f"{file} cannot be read ({error}): delete {folder}, and it is trained again") from None
     for key, old, new in differences(saved.model_dump(mode="json"), config.model_dump(mode="json")):
-        # The run adds the equation of an objective that is a user function.
+        # If the objective is a user function, the run adds its equation to the saved config.
         if key not in FREE_TO_CHANGE and not (key == "objective.equation" and new is None):
             raise TrimtabError(
                 f"{folder} was trained with {key} = {old}, now it is {new}: "
@@ -197,8 +197,8 @@ def _check_settings(folder: Path, config: Config) -> None:
 def write_results(plan: ExperimentPlan, results: Mapping[str, RunSummary]) -> Path:
     """Replaces `results.parquet` atomically and returns its path. Runs without a result have no row.
 
-    The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that is impossible in its regime (no
-    seed, the reason in `error`).
+    The column `status` is `done`, `diverged`, `failed`, or `refused` for a method that cannot be trained in its regime;
+    such a row has no seed, and `error` is the reason.
     """
     rows = []
     for run in (run for run in plan.runs if run.name in results):

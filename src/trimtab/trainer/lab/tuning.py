@@ -1,8 +1,8 @@
-"""Tunes methods before they are compared: for each as many settings as for any other, on other seeds and problems.
+"""Tunes methods before they are compared, with equally many settings for each, on separate seeds and problems.
 
-A method with a bound of its own tries each rate with the published bound and with one other, any other method tries
-more rates. The setting of the highest mean accuracy over the tuning seeds is trained again with the seeds of the
-comparison and evaluated on its problems, in a row beside that of the published setting.
+A method listed in `OTHER_BOUND` tries each learning rate with two bounds: the published one and another. Other methods
+try more learning rates instead. The setting with the highest mean accuracy over the tuning seeds is trained with the
+seeds of the comparison and evaluated on its problems; its row follows that of the published setting.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from trimtab.trainer.config import parse_override
 from trimtab.trainer.lab.experiment import ExperimentPlan, Method, PlannedRun, parse_method, plan_experiment
 
 FOLDER = "tuning"
-FIRST_SEED = 1000  # those of the comparison begin with 0
-# Factors of the regime's learning rate, the published one first: with two bounds, and alone. Equally many, equally low.
+FIRST_SEED = 1000  # the seeds of the comparison begin with 0
+# Factors of the regime's learning rate, the published rate first: for methods with two bounds, and for other methods.
+# Both have the same number of settings and the same lowest rate.
 RATES = (1.0, 0.5, 0.25)
 RATES_ALONE = (1.0, 0.25, 0.5, 0.7, 1.4, 2.0)
 BUDGET = len(RATES_ALONE)
-# The other value of the bound that a method has of its own; the published one is its default (objectives/presets.py).
-# Most are wider: published bounds of whole responses are for other lengths. Methods not named here, or with keywords,
-# have their rate alone.
+# The second value that is tried for a method's bound; the published value is the default (objectives/presets.py). Most
+# are wider, because published bounds on whole responses are for other lengths. Methods that are not listed here, or
+# that the user gave with keywords, tune only the learning rate.
 OTHER_BOUND = {
     "dapo": "clip_high=0.5",
     "gspo": "clip_low=3e-3,clip_high=4e-3",
@@ -66,10 +67,10 @@ OTHER_BOUND = {
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The runs of one setting each, by method and regime: `specs[method, regime]`, the published setting first."""
+    """The settings to try for each method and regime, and their runs."""
 
     plan: ExperimentPlan
-    specs: Mapping[tuple[str, str], tuple[str, ...]]
+    specs: Mapping[tuple[str, str], tuple[str, ...]]  # settings by (method, regime), the published setting first
     seeds: int
 
 
@@ -85,13 +86,13 @@ class Choice:
 
     @property
     def settings(self) -> str:
-        """What was chosen, such as `optim.lr=2e-4 weight_max=5`; `published` for the published setting."""
+        """The chosen setting in words, such as `optim.lr=2e-4 weight_max=5`, or `published`."""
         keywords = [change.removeprefix("objective.") for change in parse_method(self.spec).overrides]
         return "published" if self.spec == self.method else " ".join(keywords)
 
 
 def candidates(method: Method, rate: float) -> tuple[str, ...]:
-    """Returns `BUDGET` settings of a method as specs, the published one first; `rate` is its learning rate."""
+    """Returns `BUDGET` settings of a method as specs, the published first; `rate` is the published learning rate."""
     if any(parse_override(change)[0] == "optim.lr" for change in method.overrides):
         raise TrimtabError(f"method {method.spec!r}: --tune chooses optim.lr; leave it out")
     other = None if method.overrides else OTHER_BOUND.get(method.objective)
@@ -105,10 +106,10 @@ def candidates(method: Method, rate: float) -> tuple[str, ...]:
 
 
 def plan_tuning(published: ExperimentPlan, seeds: int) -> Candidates:
-    """Returns the runs of all candidates, evaluated on held-out problems behind those of the comparison.
+    """Returns the runs of all candidates. They are evaluated on the held-out problems after those of the comparison.
 
-    `published` is the comparison of published settings, which has the methods and regimes. Raises `TrimtabError` as
-    `plan_experiment`, and where the test split has no further problems.
+    `published` is the plan of the comparison with published settings. Raises what `plan_experiment` raises, and
+    `TrimtabError` if the test split has no further problems.
     """
     specs: dict[tuple[str, str], tuple[str, ...]] = {}
     runs: list[PlannedRun] = []
@@ -127,9 +128,9 @@ def plan_tuning(published: ExperimentPlan, seeds: int) -> Candidates:
 
 
 def choose(tuned: Candidates, results: Mapping[str, RunSummary]) -> list[Choice]:
-    """Returns the candidate of the highest mean accuracy for each method and regime, of equal ones the first.
+    """Returns the candidate with the highest mean accuracy for each method and regime, the first of equal ones.
 
-    A diverged run counts as 0. Raises `TrimtabError` for a run that failed.
+    A diverged run counts as 0. Raises `TrimtabError` if a run failed.
     """
     values: dict[tuple[str, str], list[float]] = {}
     for run in tuned.plan.runs:
@@ -146,9 +147,9 @@ def choose(tuned: Candidates, results: Mapping[str, RunSummary]) -> list[Choice]
 
 
 def plan_comparison(published: ExperimentPlan, choices: Sequence[Choice]) -> ExperimentPlan:
-    """Returns the published settings and behind each, as row `METHOD (tuned)`, the chosen one.
+    """Returns the plan of the published settings, each followed by the chosen setting as `METHOD (tuned)`.
 
-    Where the published setting was chosen, both rows are of the same run.
+    If the published setting was chosen, both rows have the same run.
     """
     regimes = {run.regime.name: run.regime for run in published.runs}
     seeds, out = len({run.seed for run in published.runs}), published.out
@@ -164,12 +165,12 @@ def plan_comparison(published: ExperimentPlan, choices: Sequence[Choice]) -> Exp
 
 
 def tuned_name(method: str) -> str:
-    """Returns the name of a method's row with the chosen settings."""
+    """Returns the name of the row of a method with the chosen setting."""
     return f"{method} (tuned)"
 
 
 def describe(choices: Sequence[Choice], tuned: Candidates) -> list[str]:
-    """Returns what was tuned and chosen, for the pages of the comparison: a line on the budget, and one per choice."""
+    """Returns lines for the page of the comparison: one on the tuning budget, and one for each choice."""
     section = tuned.plan.runs[0].config.eval
     seeds = f"seed {FIRST_SEED}" if tuned.seeds == 1 else f"seeds {FIRST_SEED} to {FIRST_SEED + tuned.seeds - 1}"
     budget = (

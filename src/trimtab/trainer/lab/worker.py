@@ -1,6 +1,6 @@
-"""The worker process of an experiment: recipes in, steps and results out.
+"""The worker process of an experiment: receives recipes, trains them, and sends steps and results.
 
-It exits with its parent: an unfinished run is left for the next start.
+It exits when its parent exits; the next start continues an unfinished run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trimtab.trainer.stop import Stop
 
 @dataclass
 class StepReporter(NullObserver):
-    """Sends the number of each finished step."""
+    """Sends the number of each finished step to the parent."""
 
     parent: Parent
 
@@ -47,7 +47,7 @@ def main() -> None:
         stop = Stop(line=b"")
         try:
             result = train_one(config, keep=keep, observer=StepReporter(parent), command=command, stop=stop)
-        except Stopped as stopped:  # the run continues from its checkpoint at the next start
+        except Stopped as stopped:  # the next start continues the run from its checkpoint
             sys.exit(128 + stopped.signal)
         parent.send(result)
         if stop.signal_number is not None:  # stopped during the last step: the run is complete
@@ -57,9 +57,9 @@ def main() -> None:
 def train_one(config: Config, *, keep: bool, observer: NullObserver, command: str, stop: Stop) -> RunSummary:
     """Trains a run into `config.out`, writes its result there and returns it.
 
-    `keep` keeps checkpoints and the start model. `command` is the command line of the experiment. `stop` is set by
-    SIGTERM. An interrupted run continues from its checkpoint, or starts again if there is none. No error is raised
-    except `Stopped`: the result contains the message, and the experiment continues.
+    With `keep`, checkpoints and the initial model are kept. `command` is the command line of the experiment. SIGTERM
+    sets `stop`. An interrupted run continues from its checkpoint, or starts again if there is none. Only `Stopped` is
+    raised: other errors are reported in the result, and the experiment continues.
     """
     folder, start, used = Path(str(config.out)), time.perf_counter(), time.process_time()
     resume = (folder / CHECKPOINTS).is_dir() and any((folder / CHECKPOINTS).iterdir())
@@ -82,11 +82,11 @@ def train_one(config: Config, *, keep: bool, observer: NullObserver, command: st
     if not keep and status != "failed":
         for part in (CHECKPOINTS, MODEL):
             if (folder / part).exists():
-                atomic.remove_folder(folder / part)  # killed here, the run starts again: no checkpoint is half deleted
+                atomic.remove_folder(folder / part)  # a kill leaves no half-deleted checkpoint: the run starts again
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / CONFIG).exists():  # removed by a run that ended before its first step
+    if not (folder / CONFIG).exists():  # a run that ends before its first step removes it
         atomic.write_text(folder / CONFIG, config.dump())
-    # Its presence marks the run as finished.
+    # This file marks the run as finished.
     atomic.write_text(folder / RESULT, json.dumps(asdict(result), allow_nan=False) + "\n")
     return result
 

@@ -1,6 +1,6 @@
-"""Rewards, functions of a response and its problem: `build(specs, task) -> Scorer`; see docs/reference-tasks.md.
+"""Rewards: functions of a response and its problem. `build(specs, task)` returns a `Scorer`.
 
-A reward that fails costs its sample only, and is counted.
+If a reward fails, only its sample is lost, and the failure is counted. See docs/reference-tasks.md.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ Spec = RewardSpec | tuple[str | Callable[..., Any], float, float, Mapping[str, A
 def build(specs: Sequence[Spec], task: Task) -> Scorer:
     """Returns a scorer for these rewards, or for the task's rewards if `specs` is empty.
 
-    Each spec is `(name or callable, weight, timeout in seconds, options)`. The first is by convention the one that says
-    "correct". Build it before torch and models are loaded: it forks the process that will run untrusted rewards.
+    Each spec is `(name or callable, weight, timeout in seconds, options)`. By convention, the first reward decides
+    whether a response is correct. Call this before torch and models are loaded: it forks a process for user rewards.
 
-    Raises `TrimtabError`: unknown reward or option (naming the nearest), a user function that cannot be imported.
+    Raises `TrimtabError` for an unknown reward or option (suggesting the nearest), and for a user function that cannot
+    be imported.
     """
     return Scorer(weighted(specs, task))
 
 
 def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
-    """Returns the rewards of `build` without the processes that run them. Raises what `build` raises."""
+    """Returns the rewards of `build`, without starting processes for them. Raises what `build` raises."""
     entries: list[Weighted] = []
     labels: list[str] = []
     for spec in specs or task.rewards:
@@ -77,20 +78,20 @@ def _built(label: str, spec: RewardSpec, task: Task) -> Built:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A finished text, how it ended, and the number of its sampled tokens, which observations are not."""
+    """A finished response, as rewards see it."""
 
     text: str
     finish: FinishReason
-    tokens: int
+    tokens: int  # number of sampled tokens, without observations
 
     @classmethod
     def of(cls, completion: Completion) -> Response:
         return cls(completion.text, completion.finish_reason, completion.sampled_tokens)
 
     def body(self, stops: Iterable[str]) -> str:
-        """Returns the text before the first stop string, without surrounding blanks.
+        """Returns the text before the first stop string, without surrounding white space.
 
-        A stop string can lie inside a longer token ("\\n\\n"), so that text follows it that is not part of the answer.
+        Text can follow a stop string because a stop string can be part of a longer token ("\\n\\n").
         """
         text = self.text
         for stop in stops:
@@ -103,14 +104,14 @@ RewardFunction = Callable[[Response, Problem], Any]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A reward function, and whether it must run in a worker process (it can hang, or is a user's)."""
+    """A reward function as it is called."""
 
     function: RewardFunction
-    isolated: bool
+    isolated: bool  # run it in a worker process, because it can hang or is a user function
 
 
 class Reward(BaseModel, ABC):
-    """A built-in reward: its fields are the options a recipe may give."""
+    """Base class of built-in rewards. The fields are the options that a recipe may set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -121,10 +122,10 @@ class Reward(BaseModel, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The weighted sum and its unweighted parts by reward name. `total` is None exactly when `error` says why."""
+    """The score of one sample."""
 
-    total: float | None
-    parts: Mapping[str, float]
+    total: float | None  # the weighted sum; None if `error` is set
+    parts: Mapping[str, float]  # unweighted, by the name of the reward
     error: str | None = None
 
 
@@ -139,9 +140,10 @@ class Weighted:
 
 
 class Scorer:
-    """Applies rewards to samples; those that can hang or are a user's own run in worker processes (`FunctionPool`).
+    """Applies rewards to samples. Rewards that can hang and user functions run in worker processes (`FunctionPool`).
 
-    Use it as a context manager or call `close()`; its processes also end with the last reference and with the trainer.
+    Use it as a context manager, or call `close()`. The processes also end if the scorer is garbage-collected, and if
+    the trainer exits.
     """
 
     def __init__(self, rewards: Sequence[Weighted]) -> None:
@@ -150,9 +152,9 @@ class Scorer:
         self._pool = FunctionPool([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
 
     def score(self, items: Sequence[tuple[Problem, Response | Completion]]) -> list[Score]:
-        """One score per item, in order. Never raises for what a reward does.
+        """Returns one score per item, in order. An error in a reward is returned in its score, never raised.
 
-        A response whose environment returned a reward has that one; a response whose environment failed has none.
+        If an episode's environment returned a reward, that is the score; if the environment failed, it is an error.
         """
         known = [_of_environment(*item) for item in items]
         samples = [
@@ -204,7 +206,7 @@ class Scorer:
 
 
 def _of_environment(problem: Problem, answer: Response | Completion) -> Score | None:
-    """Returns the score that follows from an episode's environment; None where the rewards decide."""
+    """Returns the score given by the environment of an episode, or None if the rewards have to score the response."""
     outcome = answer.outcome if isinstance(answer, Completion) else None
     if outcome is not None and outcome.reward is not None:
         return Score(outcome.reward, {"environment": outcome.reward})
@@ -225,7 +227,7 @@ def _plain(problem: Problem) -> dict[str, object]:
 
 
 def _unpacked(built: Built):
-    """The reward as the worker calls it: records rebuilt from what came through the pipe."""
+    """Returns the reward function for a worker process: it rebuilds the arguments from JSON."""
 
     def call(problem: dict, response: dict):
         return built.function(Response(**response), Problem(**problem))

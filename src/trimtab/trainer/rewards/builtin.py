@@ -1,4 +1,4 @@
-"""The built-in rewards, of which `by-task` adds up others. What is slow to import is imported by `build`."""
+"""The built-in rewards. Packages that are slow to import are imported by `build`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.types import Problem, RewardSpec, Task
 
 
 class Exact(Reward):
-    """1 if the text before the stop string equals the answer (surrounding blanks aside), else 0."""
+    """1 if the text before the stop string equals the answer, ignoring surrounding white space, else 0."""
 
     require_stop: bool = Field(True, description="0 for a response cut by the length limit, however it begins")
 
@@ -82,7 +82,7 @@ class Overlong(Reward):
         return Built(overlong, isolated=False)
 
 
-# A number does not begin inside a word or another number. Digits are bounded: nothing here may take long.
+# A number does not begin inside a word or another number. The number of digits is bounded, so that parsing is fast.
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?\$?(?P<whole>\d{1,3}(?:,\d{3}){1,20}(?!,?\d)|\d{1,60}(?!\d))?(?P<part>\.\d{1,60})?"
     r"(?P<power>[eE][-+]?\d{1,2}(?!\w))?(?:\s?/\s?(?P<below>\d{1,60}))?"
@@ -90,7 +90,7 @@ _NUMBER = re.compile(
 
 
 class Numeric(Reward):
-    """1 if the chosen number of the answer equals the gold number, else 0; a gold answer must be one number."""
+    """1 if the chosen number in the response equals the gold number, else 0; the gold answer must be one number."""
 
     which: Literal["first", "last", "only"] = Field("last", description="which number counts if there are several")
     tolerance: float = Field(1e-4, ge=0, lt=1, description="relative; whole numbers must be exact")
@@ -112,13 +112,13 @@ class Numeric(Reward):
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Returns every number in `text` exactly, in order."""
+    """Returns all numbers in `text` as exact fractions, in order."""
     values = (_value(match) for match in _NUMBER.finditer(text.replace("−", "-")))
     return [value for value in values if value is not None]
 
 
 def close(value: Fraction, gold: Fraction, tolerance: float) -> bool:
-    """Whether the numbers are equal, within `tolerance` if `gold` is not whole (data sets round 10/3 to 3.33333)."""
+    """Whether the numbers are equal. If `gold` is not whole, a relative `tolerance` applies (3.33333 for 10/3)."""
     if gold.denominator == 1:
         return value == gold
     return abs(value - gold) <= Fraction(tolerance) * abs(gold)
@@ -136,17 +136,17 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if match[0].startswith("-") else value
 
 
-# math-verify reads 4.5e33 as 4.5 times Euler's number times 33, and "-1./3" not at all; data sets are full of both.
+# math-verify reads 4.5e33 as 4.5 times Euler's number times 33, and cannot read "-1./3". Both are common in data sets.
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d{1,60}(?:\.\d{0,60})?)[eE]([+-]?\d{1,3})(?![\w.])")
 _BARE_POINT = re.compile(r"(?<=\d)\.(?=\s*[/*+)\]}-])")
 _NUMPY = re.compile(r"\bnp\.(?=[a-z])")
 
 
 class MathEqual(Reward):
-    """1 if the answer is mathematically equal to the gold answer, else 0 (also when no answer is found).
+    """1 if the answer is mathematically equal to the gold answer, else 0 (also if no answer is found).
 
-    It runs in a worker, whose timeout is the only one: that of math-verify uses signal.alarm, which fails outside the
-    main thread, and by default it turns its timeouts and errors into "wrong", which here would be a silent 0.
+    It runs in a worker, and the timeout of the worker is the only one. The timeout of math-verify is off: it uses
+    signal.alarm, which fails outside the main thread, and its timeouts and errors would count as 0 silently.
     """
 
     where: Literal["boxed", "whole", "anywhere"] = Field(
@@ -157,13 +157,13 @@ class MathEqual(Reward):
     def build(self, task: Task) -> Built:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off; see above
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off; see above
         boxed = [LatexExtractionConfig(boxed_match_priority=0)]
 
         def read(text: str, config: list) -> list:
             return parse(text, extraction_config=config, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
 
-        @lru_cache(maxsize=1024)  # a group of samples shares its gold answer, and reading one takes milliseconds
+        @lru_cache(maxsize=1024)  # all samples of a group have the same gold answer, and parsing takes milliseconds
         def read_gold(answer: str) -> list:
             gold = read(f"\\boxed{{{readable(answer)}}}", boxed)
             if not gold:
@@ -185,15 +185,15 @@ class MathEqual(Reward):
 
 
 def readable(text: str) -> str:
-    """Returns `text` with numbers that math-verify misreads written in LaTeX: 4.5e33 -> 4.5 \\times 10^{33}."""
+    """Returns `text` with numbers that math-verify misreads rewritten in LaTeX: 4.5e33 -> 4.5 \\times 10^{33}."""
     text = _SCIENTIFIC.sub(lambda match: f"{match[1].rstrip('.')} \\times 10^{{{int(match[2])}}}", text)
     return _NUMPY.sub(r"\\", _BARE_POINT.sub("", text))
 
 
 class GymScore(Reward):
-    """The dataset's own score, usually 0..1 with partial credit. The problem must come from a reasoning-gym task.
+    """The score of the reasoning-gym dataset, usually in [0, 1] with partial credit, for a reasoning-gym task.
 
-    It runs in a worker: several scorers pass the model's text to a symbolic parser, which can hang.
+    It runs in a worker, because several scorers pass the response to a symbolic parser, which can hang.
     """
 
     tag: str | None = Field(None, description="score what is between <tag> and </tag>; default: the whole answer")
@@ -231,7 +231,7 @@ class GymScore(Reward):
 
 
 def _between(text: str, tag: str) -> str | None:
-    """Returns the content of the last complete <tag>...</tag>, None without one."""
+    """Returns the content of the last complete <tag>...</tag>, or None if there is none."""
     head, closing, _ = text.rpartition(f"</{tag}>")
     _, opening, inside = head.rpartition(f"<{tag}>")
     return inside.strip() if closing and opening else None
@@ -241,10 +241,11 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class PythonTests(Reward):
-    """1 if the program and then the problem's tests run without an error, else 0; running too long is an error.
+    """1 if the program and then the tests of the problem run without an error or a timeout, else 0.
 
-    The program is the last fenced block of the response, or all of it. It has ended before the sandbox is given the
-    tests, so that an early exit does not skip them. What its functions do when the tests call them is not prevented.
+    The program is the last fenced block of the response, or the whole response if it has none. The sandbox receives the
+    tests only after the program has ended, so an early exit cannot skip them. A response's functions can still cheat
+    while the tests run.
     """
 
     sandbox: SandboxName = Field("monty", description="`monty`, a part of Python; or `bubblewrap`, all of it")
@@ -266,7 +267,7 @@ class PythonTests(Reward):
             self._start().close()
         except TrimtabError as error:
             raise TrimtabError(f"reward 'python-tests': {error}") from None
-        pool = cache(self._start)  # called in the worker process that runs this reward
+        pool = cache(self._start)  # started in the worker process that runs this reward
 
         def python_tests(response: Response, problem: Problem) -> float:
             tests = problem.extra.get(self.tests)
@@ -287,7 +288,7 @@ class PythonTests(Reward):
 
 
 class RewardPart(BaseModel):
-    """One reward of a task, with its own keywords."""
+    """One reward of a task in a mixture, with the keywords of the reward."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -296,7 +297,7 @@ class RewardPart(BaseModel):
 
 
 class ByTask(Reward):
-    """The weighted sum of the rewards of the problem's task, in a mixture."""
+    """In a mixture, the weighted sum of the rewards of the task to which the problem belongs."""
 
     rewards: dict[str, list[RewardPart]] = Field(
         min_length=1,

@@ -1,10 +1,11 @@
-"""CPython in bubblewrap containers: no network, no files of the machine, a separate process space and user.
+"""Runs CPython in bubblewrap containers: without network, with a separate file system, process namespace and user.
 
     episode threads --(text)--> one container each: process 1 --(fork)--> the code
            |                              ^
            `--(start, end)--> container_starter.py
 
-Containers are started ahead and used once, for one session. Each may read what its command shows, and nothing else.
+Containers are started ahead, and each is used for one session only. A container can read only the files that its
+command mounts.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from trimtab.trainer.sandbox.seccomp import ARCHITECTURES, code_filter, containe
 
 STARTER = "trimtab.trainer.sandbox.container_starter"
 START_ATTEMPTS = 3
-READY_TIMEOUT = 90.0  # seconds until a container is ready: those in which it must start, and some for its process
-# What bubblewrap or process 1 says where the kernel denies namespaces or another user, and what to do then.
+READY_TIMEOUT = 90.0  # seconds until a container is ready: the start timeout, and time for the starter process
+# Messages of bubblewrap or process 1 if the kernel refuses namespaces or a change of user, and what to do then.
 NO_NAMESPACES = (
     *("No permissions to create", "Creating new namespace failed", "setting up uid map", "user namespaces"),
     *("Operation not permitted", "Invalid argument"),
@@ -57,18 +58,18 @@ ROOT_WITHOUT_RIGHTS = (
 INIT = Path(__file__).with_name("container_init.py")
 OLDEST = "0.8"  # the first version with --disable-userns
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
-DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero can be mapped: memory that no limit counts
-PYTHON, PACKAGES, SCRIPT = "/python", "/packages", "/container_init.py"  # inside
-DIRECTORIES = ("/dev", "/etc", "/usr", PYTHON, f"{PYTHON}/bin", PACKAGES)  # otherwise closed to all but their maker
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # not /dev/zero: mapping it gives memory that no limit counts
+PYTHON, PACKAGES, SCRIPT = "/python", "/packages", "/container_init.py"  # paths inside the container
+DIRECTORIES = ("/dev", "/etc", "/usr", PYTHON, f"{PYTHON}/bin", PACKAGES)  # made with 0755; the default is 0700
 ISOLATION = [
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
     *("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"),
 ]
-# Process 1 has these capabilities until it gives them up: to open /proc, and where it is root, to become another user.
+# Process 1 has these capabilities at first: to open /proc, and if it is root, to change its user. Then it drops them.
 OPEN_PROC = ("--cap-add", "CAP_DAC_READ_SEARCH")
 CHANGE_USER = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 USER_NAMESPACE = ("--unshare-user", "--disable-userns", "--uid", str(NOBODY), "--gid", str(NOBODY))
-# One thread for each library of linear algebra: containers run beside the trainer.
+# One thread for each linear algebra library, because containers run beside the trainer.
 ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -81,24 +82,24 @@ ENVIRONMENT = {
 
 
 class Setup(NamedTuple):
-    """What every container is started with; the first message."""
+    """The first message to the starter: the command and the filter with which it starts every container."""
 
     command: Sequence[str]
     seccomp: bytes
 
 
 class ContainerRequest(NamedTuple):
-    """Starts the container of this number, or ends it."""
+    """A message to the starter."""
 
-    number: int
-    start: bool
+    number: int  # of the container
+    start: bool  # start the container, or end it
 
 
 class Started(NamedTuple):
-    """A container that is ready, sent with its connection; or why there is none."""
+    """A message from the starter: a container is ready (its connection is sent along), or failed to start."""
 
-    number: int
-    failure: str | None = None
+    number: int  # of the container
+    failure: str | None = None  # why it failed
 
 
 class ContainerError(Exception):
@@ -110,11 +111,11 @@ class ContainerTimeout(ContainerError):
 
 
 class Container:
-    """Runs code. What comes out of the container is lengths and text, whatever happens inside.
+    """A container that runs code. Only lengths and text are read from it.
 
     Args:
-        connection: to process 1 of the container.
-        end: ends its processes.
+        connection: the connection to process 1 of the container.
+        end: ends the processes of the container.
     """
 
     def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
@@ -122,15 +123,15 @@ class Container:
         self._end = end
 
     def alive(self) -> bool:
-        """Whether it has not ended; between two runs it sends nothing."""
-        poll = select.poll()  # `select.select` takes no number above 1023
+        """Whether the container is alive. It sends nothing between two runs, so readable means ended."""
+        poll = select.poll()  # `select.select` accepts no descriptor above 1023
         poll.register(self._connection, select.POLLIN)
         return not poll.poll(0)
 
     def run(self, code: str, limits: Limits) -> CodeResult:
-        """Runs the code. The container has ended with it if the result is `lost`.
+        """Runs the code. If the result is `lost`, the container has ended.
 
-        Raises `ContainerError` where the container dies, hangs or breaks the protocol.
+        Raises `ContainerError` if the container dies, hangs or violates the protocol.
         """
         deadline = time.monotonic() + limits.timeout + GRACE
         text = code.encode()
@@ -149,7 +150,7 @@ class Container:
         return CodeResult(output, error or None, bool(timed_out), bool(ended))
 
     def kill(self) -> None:
-        """Ends all processes of the container. `run` in another thread then raises."""
+        """Ends all processes of the container. A `run` in progress in another thread raises."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._end()
@@ -166,7 +167,7 @@ class Container:
 
 
 class BubblewrapSandbox:
-    """Runs code in containers, `workers` of them warm."""
+    """Runs code in containers, of which `workers` are started ahead."""
 
     def __init__(self, limits: Limits, *, workers: int, packages: Sequence[str]) -> None:
         if platform.machine() not in ARCHITECTURES:
@@ -180,7 +181,7 @@ class BubblewrapSandbox:
 
     def run(self, session: int, code: str) -> CodeResult:
         with self._running:
-            container = self._sessions.pop(session, None)  # until it has answered
+            container = self._sessions.pop(session, None)  # put back after it has answered
             try:
                 container = container or self._starter.take()
             except ContainerError as error:
@@ -192,7 +193,7 @@ class BubblewrapSandbox:
                 return result
             except ContainerError as error:
                 return CodeResult("", str(error), isinstance(error, ContainerTimeout), lost=True)
-            finally:  # also where the caller gives up: the next run must not receive the answer of this one
+            finally:  # also if the caller was interrupted: the next run must not receive the answer to this run
                 if kept:
                     self._sessions[session] = container
                 else:
@@ -207,7 +208,7 @@ class BubblewrapSandbox:
 
 
 class _Starter:
-    """Ready containers, and the process that starts them, which is started again when it dies."""
+    """Containers that are ready, and the starter process that starts them. It is restarted if it dies."""
 
     def __init__(self, setup: Setup, *, count: int) -> None:
         self._setup = setup
@@ -216,11 +217,11 @@ class _Starter:
         self._process: WorkerProcess | None = None
         self._closed = False
         self._numbers = itertools.count()
-        self._missing: set[int] = set()  # containers asked for that have not come
+        self._missing: set[int] = set()  # containers that were requested and are not ready yet
         self._ready: queue.SimpleQueue[tuple[int, Container | ContainerError]] = queue.SimpleQueue()
 
     def fill(self) -> None:
-        """Starts containers until `count` are ready or about to be."""
+        """Requests containers until `count` of them are ready or starting."""
         with self._lock:
             while self._ready.qsize() + len(self._missing) < self._count:
                 self._request()
@@ -233,7 +234,7 @@ class _Starter:
         if self._process is None:
             try:
                 self._process = self._start()
-            except OSError as error:  # the machine has no process, or this process no file, left to give
+            except OSError as error:  # a limit of processes or open files was reached
                 self._ready.put((number, ContainerError(str(error))))
                 return
         self._missing.add(number)
@@ -241,7 +242,7 @@ class _Starter:
 
     def _start(self) -> WorkerProcess:
         process = WorkerProcess(STARTER)
-        with contextlib.suppress(OSError):  # it has died already, which `_receive` notices
+        with contextlib.suppress(OSError):  # the process died already: `_receive` notices that
             process.send(self._setup)
         threading.Thread(target=self._receive, args=(process,), daemon=True).start()
         return process
@@ -250,7 +251,7 @@ class _Starter:
         """Returns a container that is ready. Raises `ContainerError` if none can be started."""
         failures, first = 0, next(self._numbers)
         while True:
-            self.fill()  # a caller that gave up may have taken the last one
+            self.fill()  # an interrupted caller may have taken the last container
             try:
                 number, container = self._ready.get(timeout=READY_TIMEOUT)
             except queue.Empty:
@@ -259,8 +260,8 @@ class _Starter:
             if isinstance(container, Container):
                 if container.alive():
                     return container
-                container.kill()  # it has died while it had nothing to do
-            elif number > first:  # earlier ones failed before this call, for a reason that may be gone
+                container.kill()  # it died while it was idle
+            elif number > first:  # containers with lower numbers failed earlier; the reason may no longer exist
                 failures += 1
                 if failures == START_ATTEMPTS:
                     raise container
@@ -272,7 +273,7 @@ class _Starter:
                 self._process.kill()
 
     def _receive(self, process: WorkerProcess) -> None:
-        """Runs in a thread, as long as the process."""
+        """Receives the messages of a starter process. Runs in a thread until the process ends."""
         works = False
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -297,7 +298,7 @@ class _Starter:
             self._missing.clear()
             for _ in range(missing):
                 if works:
-                    self._request()  # in a new process
+                    self._request()  # starts a new process
                 else:
                     error = ContainerError(f"the process that starts it {process.exit_reason()}")
                     self._ready.put((next(self._numbers), error))
@@ -307,7 +308,7 @@ class _Starter:
             self._send(process, ContainerRequest(number, start=False))
 
     def _send(self, process: WorkerProcess, request: ContainerRequest) -> None:
-        with contextlib.suppress(OSError):  # it has died, and its containers with it
+        with contextlib.suppress(OSError):  # the process died, and its containers with it
             process.send(request)
 
 
@@ -318,7 +319,7 @@ def _explain(failure: str) -> str:
 
 
 def container_command(limits: Limits, packages: Sequence[str]) -> list[str]:
-    """Returns the arguments of `bwrap`, to which the option `--seccomp` is to be added."""
+    """Returns the command line of `bwrap`, without the option `--seccomp`."""
     program = shutil.which("bwrap")
     if program is None:
         raise TrimtabError('the sandbox "bubblewrap" needs a program that is not installed: apt install bubblewrap')
@@ -357,7 +358,7 @@ def _system() -> Iterator[str]:
 
 
 def _interpreter() -> Iterator[str]:
-    """This interpreter with its standard library, without the packages installed beside it."""
+    """Yields options that mount this interpreter with its standard library, without the installed packages."""
     standard = Path(sysconfig.get_path("stdlib"))
     library = standard.parent
     yield from ("--ro-bind", os.path.realpath(sys.executable), f"{PYTHON}/bin/python")
@@ -378,14 +379,14 @@ def _distribution(name: str) -> importlib.metadata.Distribution:
 
 
 def _modules(distribution: importlib.metadata.Distribution) -> list[str]:
-    """Names of the packages a distribution installs; of its modules if it has no package."""
+    """Returns the names of the packages that a distribution installs, or of its modules if it has no package."""
     files = [file for file in distribution.files or () if file.parts[0] != ".."]
     names = {file.parts[0] for file in files if len(file.parts) == 2 and file.name == "__init__.py"}
     return sorted(names or {file.stem for file in files if len(file.parts) == 1 and file.suffix == ".py"})
 
 
 def _files(distributions: Sequence[importlib.metadata.Distribution]) -> list[tuple[Path, str]]:
-    """Paths of the distributions and of all that they require, each with its name in `site-packages`."""
+    """Returns the paths of the distributions and their dependencies, each with its name in `site-packages`."""
     waiting, seen = list(distributions), {distribution.name for distribution in distributions}
     paths: dict[str, Path] = {}
     while waiting:

@@ -1,23 +1,23 @@
-"""The limits of a run of Python code in a sandbox, and its result."""
+"""The limits and the result of running Python code in a sandbox."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MAX_CODE = 100_000  # characters
-MAX_ERROR = 2000  # characters of an error, whose middle is cut out
+MAX_ERROR = 2000  # characters of an error; the middle of a longer one is cut out
 GRACE = 5.0
-"""Seconds that a run may take in addition to its time limit, which the sandbox enforces itself, before it is killed."""
+"""Seconds after the time limit at which a run is killed. Normally the sandbox itself ends the run at its limit."""
 SESSION_LOST = "the variables of this session are lost"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run may use: seconds, megabytes, characters of output."""
+    """The limits of one run."""
 
-    timeout: float
+    timeout: float  # seconds
     memory_mb: int
-    max_output: int
+    max_output: int  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class CodeResult:
     """The result of a run.
 
     Attributes:
-        output: what the code printed, and the value of a last expression as the interactive interpreter shows it.
-            Control characters are escaped (`\\x1b`), so that it can be printed anywhere.
-        error: a traceback, or one line that says which limit ended the run; None if the code ran to its end.
-        timed_out: whether the time limit ended it.
-        lost: whether the variables of its session are lost with it.
+        output: the printed text, and the value of the last expression as the interactive interpreter shows it. Control
+            characters are escaped (`\\x1b`).
+        error: a traceback, or one line that names the limit that ended the run; None if the code ran to its end.
+        timed_out: whether the time limit ended the run.
+        lost: whether the variables of the session are lost.
     """
 
     output: str
@@ -39,7 +39,7 @@ class CodeResult:
 
 
 def shorten(text: str, length: int) -> str:
-    """Returns the text with its middle cut out if it is longer than `length` characters."""
+    """Returns the text; if it is longer than `length` characters, its middle is cut out."""
     if len(text) <= length:
         return text
     return f"{text[: length // 2]}\n[... {len(text) - length} characters ...]\n{text[len(text) - length // 2 :]}"

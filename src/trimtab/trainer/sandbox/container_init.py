@@ -1,13 +1,14 @@
-"""Process 1 of a bubblewrap container: forks a child that runs the code, watches it and reports. Needs no package.
+"""Process 1 of a bubblewrap container: forks a child that runs the code, enforces its limits, and reports the result.
 
     host --(length, code)--> process 1 --(code)--> forked child
     host <--(header, output, error)-- process 1 <--(output, report)-- child
 
-A process 1 cannot be signaled from inside its process namespace, and as it is not dumpable, its memory and its open
-files cannot be reached either. The code can lie about its own output and its own exception, which it may choose anyway,
-but not about limits, and it can send nothing to the host. A report says that a run has ended, and with which exception.
+The code cannot signal process 1 of its process namespace, and because process 1 is not dumpable, the code cannot access
+its memory and open files either. The code can fake its output and its exception, which it could choose anyway, but not
+the limits, and it cannot send data to the host. A report says that a run has ended, and with which exception.
 
-There is one child, and process 1 ends with it: nothing that the code changes outlasts its container.
+There is one child, and process 1 ends with it: no change made by the code outlives the container. This file imports
+only the standard library.
 
 Usage: python container_init.py TIMEOUT MEMORY_MB MAX_OUTPUT FILTER MODULE...
 """
@@ -31,36 +32,36 @@ from typing import NamedTuple
 
 LENGTH = struct.Struct("!I")
 HEADER = struct.Struct("!BBII")  # timed out, container ends, bytes of output, bytes of error
-TICK = 0.02  # seconds between two looks at threads and memory
+TICK = 0.02  # seconds between two checks of threads and memory
 MAX_THREADS = 128
 MAX_FILES = 4096  # in the temporary directory
 MAX_OPEN_FILES = 256
 MAX_REPORT = 1 << 16  # bytes
-MAX_PIPE = 1 << 20  # bytes that an ordinary user may keep in a pipe: the default of fs.pipe-max-size
+MAX_PIPE = 1 << 20  # bytes, the largest pipe of an unprivileged user: the default of fs.pipe-max-size
 BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 DUMPABLE, SECCOMP, SECCOMP_FILTER = 4, 22, 2  # PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER of prctl(2)
 CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process, of capset(2)
-NO_CAPABILITIES = bytes(24)  # effective, permitted and inheritable, twice 32 of each
+NO_CAPABILITIES = bytes(24)  # effective, permitted and inheritable capabilities, 2 x 32 bits each
 FILTER_STEP = 8  # bytes
-SIGNALS = {int(member): member.name for member in signal.Signals}  # all but most real-time signals
+SIGNALS = {int(member): member.name for member in signal.Signals}  # without most real-time signals
 HOME = "/tmp"
-NOBODY = 65534  # user and group of everything that runs in the container
-HIDDEN = "/hidden"  # a directory without permissions, in which /proc is mounted
+NOBODY = 65534  # user and group of all processes in the container
+HIDDEN = "/hidden"  # a directory without permissions that contains the mount of /proc
 
 
 class Limits(NamedTuple):
-    """Bounds of each run: seconds, megabytes, characters of output, and the filter of system calls for the code."""
+    """The limits of each run."""
 
-    timeout: float
+    timeout: float  # seconds
     memory_mb: int
-    max_output: int
-    code_filter: bytes
+    max_output: int  # characters
+    code_filter: bytes  # the filter of system calls for the code
 
 
 def main(limits: Limits, modules: list[str]) -> None:
     host = socket.socket(fileno=os.dup(0))
-    # The starter holds the other end of this pipe: when it is closed, or the starter has ended, so does the container.
-    # A signal at the death of a parent would not do: bubblewrap may not send one to a process of another user.
+    # The starter holds the other end of this socket. The container ends when that end is closed, or the starter exits.
+    # A parent-death signal would not work: bubblewrap may not signal a process of another user.
     _, [starter], _, _ = socket.recv_fds(host, 1, 1)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
@@ -81,10 +82,10 @@ def main(limits: Limits, modules: list[str]) -> None:
 
 
 def give_up_privileges() -> None:
-    """Makes this process an ordinary user of the machine, without a capability, that no other process may look into.
+    """Makes this process unprivileged: user nobody, no capabilities, and not accessible to other processes.
 
-    Where the trainer is root, bubblewrap starts this process as root, since only root can read all files to be shown.
-    Files such as those of /proc/sys are checked by user, not by capability, so root must not run the code.
+    If the trainer is root, bubblewrap starts this process as root, because only root can read all mounted files. Access
+    to files such as /proc/sys depends on the user, not on capabilities, so root must not run the code.
     """
     if os.getuid() != NOBODY:
         os.setgroups([])
@@ -96,7 +97,7 @@ def give_up_privileges() -> None:
 
 
 def receive(connection: socket.socket, starter: int, size: int) -> bytes | None:
-    """Returns that many bytes; None if either end of the container is closed."""
+    """Returns `size` bytes from the host, or None if the host or the starter closed its connection."""
     data = b""
     while len(data) < size:
         if starter in select.select([connection, starter], [], [])[0]:
@@ -109,17 +110,17 @@ def receive(connection: socket.socket, starter: int, size: int) -> bytes | None:
 
 
 class Supervisor:
-    """Runs code in a child, which cannot start processes, and ends it when it exceeds a limit."""
+    """Runs code in a child process, which cannot start processes, and ends the run if it exceeds a limit."""
 
     def __init__(self, proc: int, starter: int, limits: Limits) -> None:
         self.proc, self.starter, self.limits = proc, starter, limits
         self.child: Child | None = None
         self.ended = False
         fields = self.status("self")
-        self.address_space, self.memory = int(fields[b"VmSize"]) << 10, memory(fields)  # of the child at its start
+        self.address_space, self.memory = int(fields[b"VmSize"]) << 10, memory(fields)  # of a child when it starts
 
     def run(self, code: bytes) -> tuple[bool, bytes, bytes]:
-        """Returns whether it timed out, the output and the error. The child lives on, unless a limit ended the run."""
+        """Returns (timed out, output, error). The child stays alive unless a limit ended the run."""
         if self.child is None:
             self.child = Child(self.address_space + (self.limits.memory_mb << 20), self.limits.code_filter)
         else:
@@ -131,19 +132,19 @@ class Supervisor:
         if ended:
             self.ended = True
         else:
-            os.kill(self.child.pid, signal.SIGSTOP)  # threads left behind do not go on between two runs
+            os.kill(self.child.pid, signal.SIGSTOP)  # threads that the code left running pause between two runs
         return run.timed_out, output, ended or run.error()
 
     def status(self, process: str) -> dict[bytes, bytes]:
-        """Returns the first word of each line that the kernel shows about a process, by name."""
+        """Returns the fields of /proc/PID/status, reduced to the first word of each value."""
         with open(os.open(f"{process}/status", os.O_RDONLY, dir_fd=self.proc), "rb") as file:
             lines = [line.split(maxsplit=2) for line in file]
         return {name.rstrip(b":"): words[0] for name, *words in lines if words}
 
     def excess(self, child: int) -> bytes:
-        """Returns which limit the child exceeds; empty if none."""
+        """Returns which limit the child exceeds, or an empty text."""
         fields = self.status(str(child))
-        if b"VmRSS" not in fields:  # its first thread has ended, and with it the account of its memory
+        if b"VmRSS" not in fields:  # the main thread has ended, and the kernel reports no memory
             os.kill(child, signal.SIGKILL)
             return b""
         threads = int(fields[b"Threads"])
@@ -158,12 +159,12 @@ class Supervisor:
 
 
 def memory(fields: dict[bytes, bytes]) -> int:
-    """Returns the bytes a process holds: its pages, in memory or not, and the tables that point to them."""
+    """Returns the bytes that a process uses: its pages (in memory or swapped out) and its page tables."""
     return sum(int(fields[name]) << 10 for name in (b"VmRSS", b"VmSwap", b"VmPTE"))
 
 
 class Run:
-    """One run: passes the code to the child and collects what comes back, until it ends or exceeds a limit."""
+    """One run: sends the code to the child and collects output and report, until it ends or exceeds a limit."""
 
     def __init__(self, supervisor: Supervisor, child: "Child", code: bytes) -> None:
         self.supervisor, self.limits, self.child = supervisor, supervisor.limits, child
@@ -172,7 +173,7 @@ class Run:
         self.timed_out = False
 
     def watch(self) -> bytes:
-        """Waits for the end of the run. Returns why it was ended; empty if the code ran to its end or raised."""
+        """Waits for the end of the run. Returns why the run was ended; empty if the code ended or raised by itself."""
         now = time.monotonic()
         deadline, check = now + self.limits.timeout, now + TICK
         child, poll = self.child, select.poll()
@@ -201,7 +202,7 @@ class Run:
                     return excess
 
     def send(self) -> bool:
-        """Sends a part of the code; returns whether there is more to send."""
+        """Sends a part of the code and returns whether more is left to send."""
         try:
             self.sending = self.sending[os.write(self.child.requests, self.sending) :]
         except BlockingIOError:
@@ -235,7 +236,7 @@ class Run:
         return b"ended its process (signal %s)" % SIGNALS.get(-code, f"SIGRTMIN{-code - signal.SIGRTMIN:+}").encode()
 
     def drained(self) -> bytes:
-        """Returns the output, with all that was written before the report."""
+        """Returns the output, including all that was written before the report."""
         limit = self.limits.max_output * BYTES_PER_CHARACTER
         while len(self.output) <= limit and self.read_output():
             if not select.select([self.child.output], [], [], 0)[0]:
@@ -247,7 +248,7 @@ class Run:
 
 
 class Child:
-    """A forked process that runs the code it is sent."""
+    """A forked process that runs the code it receives."""
 
     def __init__(self, address_space: int, code_filter: bytes) -> None:
         receive_requests, self.requests = os.pipe()
@@ -266,16 +267,16 @@ class Child:
         self.descriptor = os.pidfd_open(self.pid)
 
     def discard(self) -> None:
-        """Drops what threads of a stopped child wrote after the end of a run.
+        """Discards data that threads of the child wrote after the end of a run, before the child was stopped.
 
-        Reads once: of a child that found a way to write on, there would be no end.
+        Reads only once: if a child could write continuously, a loop would not end.
         """
         for descriptor in (self.output, self.reports):
             read(descriptor, MAX_PIPE)
 
 
 def read(descriptor: int, size: int = 1 << 16) -> bytes | None:
-    """Returns what can be read now: None if nothing, empty at the end."""
+    """Returns the data that can be read without waiting: None if there is none, empty at the end of the file."""
     try:
         return os.read(descriptor, size)
     except BlockingIOError:
@@ -283,16 +284,16 @@ def read(descriptor: int, size: int = 1 << 16) -> bytes | None:
 
 
 def serve(requests: int, output: int, reports: int, address_space: int, code_filter: bytes) -> None:
-    """Runs in the child: the code of each request in the same variables, until process 1 ends."""
+    """Runs in the child: executes the code of each request with the same variables, until process 1 ends."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     for limit, value in (
         (resource.RLIMIT_AS, address_space),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),  # every socket may hold some 200 KB, which is counted nowhere
-        (resource.RLIMIT_CORE, 1),  # byte: at 0 the kernel still passes the memory to a program of the machine
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),  # each socket may hold about 200 KB, which no limit counts
+        (resource.RLIMIT_CORE, 1),  # byte: with 0, the kernel would still pipe core dumps to a program of the machine
     ):
         resource.setrlimit(limit, (value, value))
-    # Numbers the code is unlikely to close by accident; it could, and loses its own run.
+    # Descriptors that the code is unlikely to close by accident. If it does, it only loses its run.
     requests, reports = os.dup2(requests, MAX_OPEN_FILES - 1, False), os.dup2(reports, MAX_OPEN_FILES - 2, False)
     os.closerange(3, reports)
     forbid_processes(code_filter)
@@ -306,7 +307,7 @@ def serve(requests: int, output: int, reports: int, address_space: int, code_fil
         (size,) = LENGTH.unpack(read_exactly(requests, LENGTH.size))
         error = execute(read_exactly(requests, size).decode(), variables)
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the code may have closed or replaced it
+            with contextlib.suppress(Exception):  # the code may have closed or replaced the stream
                 stream.flush()
         text = error.encode(errors="backslashreplace")
         if len(text) > MAX_REPORT:
@@ -327,7 +328,7 @@ def read_exactly(descriptor: int, size: int) -> bytes:
 
 
 class FilterProgram(ctypes.Structure):
-    """sock_fprog of linux/filter.h."""
+    """The struct `sock_fprog` of linux/filter.h."""
 
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
 
@@ -339,7 +340,7 @@ def forbid_processes(code_filter: bytes) -> None:
 
 
 def execute(code: str, variables: dict[str, object]) -> str:
-    """Runs the code, prints the value of a last expression, returns the traceback of an exception or nothing."""
+    """Runs the code and prints the value of its last expression. Returns the traceback of an exception, or ""."""
     linecache.cache["<python>"] = (len(code), None, code.splitlines(keepends=True), "<python>")
     try:
         tree = ast.parse(code, "<python>")
@@ -349,7 +350,7 @@ def execute(code: str, variables: dict[str, object]) -> str:
             value = compile(ast.Expression(last.value), "<python>", "eval")
             sys.displayhook(eval(value, variables))  # noqa: S307
     except BaseException as error:
-        # Frames of this file and of the parser are not part of the traceback.
+        # Leave out the frames of this file and of the parser.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != "<python>":
             trace = trace.tb_next

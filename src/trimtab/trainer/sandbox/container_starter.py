@@ -1,8 +1,8 @@
 """The process that starts and ends bubblewrap containers for a `BubblewrapSandbox`.
 
-The kernel ends a container when the thread that started it ends, which here is the main thread of a process that does
-nothing else. A bubblewrap that loses its parent in the middle of its start would wait forever: it is still in the
-process group of this process, which ends as a whole.
+The kernel ends a container when the thread that started it ends. Here that is the main thread of a separate process,
+which does nothing else. If a `bwrap` process loses its parent during startup, it waits forever; it is then still in the
+process group of this process, which is killed as a whole.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from trimtab.trainer.processes import Message, Parent
 from trimtab.trainer.sandbox.bubblewrap import ContainerRequest, Setup, Started
 from trimtab.trainer.sandbox.container_init import HEADER
 
-START_TIMEOUT = 60.0  # seconds in which a container must be ready, its packages imported
-END_TIMEOUT = 5.0  # seconds in which its process 1 ends by itself
+START_TIMEOUT = 60.0  # seconds in which a container must be ready, with its packages imported
+END_TIMEOUT = 5.0  # seconds in which process 1 of a container must exit before it is killed
 
 
 def main() -> None:
     messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
     parent = Parent(messages.put)
     with open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # inherited: if the machine runs out of memory, the containers end, not the trainer
+        score.write("1000")  # inherited: if memory runs out, the kernel kills the containers, not the trainer
     setup: Setup = messages.get().content
-    containers: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # the socket keeps the container running
+    containers: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # closing the socket ends the container
     while True:
         request: ContainerRequest = messages.get().content
         if not request.start:
@@ -41,7 +41,7 @@ def main() -> None:
             continue
         try:
             process, running, connection, output = start(setup)
-        except OSError as error:  # the machine has no process or file left to give
+        except OSError as error:  # a limit of processes or open files was reached
             parent.send(Started(request.number, str(error)))
             continue
         containers[request.number] = process, running
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket, IO[bytes]]:
-    """Returns the process, a socket at whose end it ends, its connection, and the file where it says why it failed."""
+    """Returns (process, socket, connection, file): closing the socket ends the container; the file has its errors."""
     program, *arguments = setup.command
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as failed:
         connection, inside = socket.socketpair()
@@ -77,11 +77,11 @@ def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, socket.
 
 
 def end(process: subprocess.Popen[bytes], running: socket.socket) -> None:
-    """Ends a container. Bubblewrap waits for its child, which would otherwise be left to process 1 of the machine."""
+    """Ends a container. The child ends first: `bwrap` waits for it, so process 1 of the machine need not reap it."""
     running.close()
     try:
         process.wait(END_TIMEOUT)
-    except subprocess.TimeoutExpired:  # process 1 of the container, stopped by hand: bubblewrap's end would not end it
+    except subprocess.TimeoutExpired:  # process 1 was stopped by hand: killing `bwrap` alone would not end it
         with open(f"/proc/{process.pid}/task/{process.pid}/children") as children:
             for child in children.read().split():
                 os.kill(int(child), signal.SIGKILL)
@@ -90,16 +90,16 @@ def end(process: subprocess.Popen[bytes], running: socket.socket) -> None:
 
 
 def hand_over(parent: Parent, number: int, pid: int, connection: socket.socket, output: IO[bytes]) -> None:
-    """Waits until the container is ready and passes its connection on."""
+    """Waits until the container is ready and sends its connection to the parent."""
     ended = os.pidfd_open(pid)
-    poll = select.poll()  # `select.select` takes no number above 1023
+    poll = select.poll()  # `select.select` accepts no descriptor above 1023
     for descriptor in (connection.fileno(), ended):
         poll.register(descriptor, select.POLLIN)
     with connection, output:
         ready = dict(poll.poll(START_TIMEOUT * 1000))
         try:
             started = connection.fileno() in ready and connection.recv(HEADER.size, socket.MSG_WAITALL)
-        except ConnectionResetError:  # it ended before it read what was sent to it
+        except ConnectionResetError:  # the container ended before it read what was sent to it
             started = False
         if started:
             parent.send(Started(number), connection.fileno())

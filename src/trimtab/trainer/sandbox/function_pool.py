@@ -1,20 +1,19 @@
-"""Runs reward functions in worker processes with limits of time and memory.
+"""Runs reward functions in worker processes with a timeout and a memory limit.
 
     trainer --(one JSON message per batch)--> supervisor --(one JSON message per call)--> worker
 
-The supervisor is forked once, when the rewards are built: before a model is loaded and before torch has threads. It
-runs this file's loop only, so it cannot hang. Workers are forked from it, call the function, and are killed and
-replaced when a call outlives its timeout, dies, or runs out of memory.
+The supervisor is forked once, when the rewards are built: before a model is loaded and before torch starts threads. It
+runs only the loop in this file, so it cannot hang. It forks the workers, which call the functions. A worker is killed
+and replaced if a call exceeds its timeout, ends the process, or runs out of memory.
 
-Why fork and not a fresh interpreter: a function handed over from Python may be a closure, which only fork carries
-without pickling. What fork usually costs is avoided: the supervisor has one thread, so a replacement worker is never
-forked out of the trainer's threads and locks, and torch, if loaded, is set to one thread (a forked OpenMP pool hangs).
-Linux and macOS; the memory bound and the parent-death signal are Linux only.
+Why fork instead of a new interpreter: a function given in Python may be a closure, which cannot be pickled. The usual
+problems of fork are avoided. The supervisor has one thread, so workers are never forked from a process with threads and
+locks. If torch is loaded, it is set to one thread, because a forked OpenMP pool hangs. Works on Linux and macOS; the
+memory limit and the parent-death signal are Linux only.
 
-Each request carries a random number that its answer repeats. A worker that sends anything else is replaced: a function
-may write to the file descriptor it answers through, or leave a thread behind that does, and what it wrote must not be
-taken for the answer of another call. This guards against accidents: a function runs inside its worker, where it could
-read the number.
+Each request has a random number, which the answer must repeat; a worker that sends anything else is replaced. Otherwise
+text that a function, or a thread it left running, writes to the file descriptor of the answers could be read as the
+answer to another call. This protects against accidents, not attacks: a function could read the number in its worker.
 """
 
 from __future__ import annotations
@@ -46,32 +45,32 @@ from trimtab.errors import TrimtabError, error_text
 from trimtab.trainer.processes import signal_name
 from trimtab.types import MAX_REWARD
 
-MEMORY = 1 << 30  # bytes a worker may allocate beyond what it inherits
-SUPERVISOR_TIMEOUT = 30.0  # seconds the supervisor may take in addition to all timeouts
-LONGEST = 2e6  # seconds: the operating system counts the milliseconds of a wait in 32 bits
-LONGEST_ANSWER = 1 << 16  # bytes, with its header
-GRACE = 1.0  # seconds in which a process must end before it is killed
+MEMORY = 1 << 30  # bytes that a worker may allocate in addition to the memory it inherits
+SUPERVISOR_TIMEOUT = 30.0  # seconds that the supervisor may take in addition to all timeouts
+LONGEST = 2e6  # seconds of a wait: the operating system counts milliseconds in 32 bits
+LONGEST_ANSWER = 1 << 16  # bytes, including the header
+GRACE = 1.0  # seconds in which a process must exit before it is killed
 HEADER = struct.Struct("!Q")
 OUT_OF_MEMORY = "ran out of the memory it may use"
 
 
 class Call(NamedTuple):
-    """A function call: index of the function, JSON keyword arguments, and the seconds it may take."""
+    """A function call."""
 
-    function: int
-    arguments: Mapping[str, Any]
-    timeout: float
+    function: int  # index of the function
+    arguments: Mapping[str, Any]  # keyword arguments, JSON types
+    timeout: float  # seconds
 
 
 class Outcome(NamedTuple):
-    """A finite value, or an error message."""
+    """The result of a call: a finite value, or an error message."""
 
     value: float | None = None
     error: str | None = None
 
 
 def checked(value: Any) -> Outcome:
-    """Returns the outcome of a returned value: a usable reward, or the error that says what it is instead."""
+    """Returns the outcome of a call that returned `value`: the reward, or an error if `value` is not usable as one."""
     if not isinstance(value, Real | np.bool_):
         return Outcome(error=f"returned {type(value).__name__}, not a number")
     number = float(value)
@@ -81,12 +80,12 @@ def checked(value: Any) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the type and the text of an exception in one line, short enough for a log."""
+    """Returns the type and the message of an exception in one short line."""
     return f"raised {' '.join(error_text(error).split())[:250]}"
 
 
 class FunctionPool:
-    """Calls `functions` in worker processes, which end with `close()` or garbage collection."""
+    """Calls `functions` in worker processes, which end at `close()` or when the pool is garbage-collected."""
 
     def __init__(
         self, functions: Sequence[Callable[..., Any]], *, workers: int | None = None, memory: int = MEMORY
@@ -97,7 +96,7 @@ class FunctionPool:
         self._start()
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Returns the outcome of every call, in order. Never raises for what a function does."""
+        """Returns the outcome of every call, in order. An error in a function is returned as its outcome."""
         if not calls:
             return []
         if self._socket is None:
@@ -110,9 +109,9 @@ class FunctionPool:
             send(self._socket, {"number": number, "requests": requests})
             answer = receive(self._socket)
         except (OSError, ValueError):
-            pass  # the supervisor was killed or stopped: every sample gets an error below
+            pass  # the supervisor was killed or stopped: all calls get an error below
         except BaseException:
-            self.close()  # an interrupt between request and answer would pair the next batch with these answers
+            self.close()  # otherwise the next batch would receive the answer to this request
             raise
         if answer is None or answer["number"] != number:
             self.close()
@@ -142,16 +141,16 @@ class FunctionPool:
 def _end(connection: socket.socket, pid: int, owner: int) -> None:
     connection.close()
     if os.getpid() != owner:
-        return  # a forked copy of the owner must not end its parent's supervisor
+        return  # a forked copy of the owner must not end the supervisor
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGTERM)
         if _wait(pid) is None:
-            os.kill(pid, signal.SIGKILL)  # its workers end with it, see `_work`
+            os.kill(pid, signal.SIGKILL)  # the workers end with it, see `_work`
             os.waitpid(pid, 0)
 
 
 class _Supervisor:
-    """Distributes calls to workers and enforces timeouts. Exits with its workers as soon as the trainer is gone."""
+    """Distributes calls to workers and enforces timeouts. Exits with its workers as soon as the trainer exits."""
 
     def __init__(self, trainer: socket.socket, functions: list[Callable[..., Any]], count: int, memory: int) -> None:
         self.trainer = trainer
@@ -162,9 +161,9 @@ class _Supervisor:
 
     def serve(self) -> None:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and then ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and ends this process
         signal.signal(signal.SIGTERM, lambda *_: self._leave())
-        gc.freeze()  # collecting inherited objects would copy the trainer's memory page by page
+        gc.freeze()  # garbage collection of inherited objects would copy the memory pages of the trainer
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
         while (batch := receive(self.trainer)) is not None:
@@ -191,7 +190,7 @@ class _Supervisor:
         return None
 
     def _finished(self) -> dict[int, Outcome]:
-        """Waits for an answer or a deadline; returns outcomes by the positions of their calls."""
+        """Waits for an answer or a deadline; returns the outcomes by the positions of the calls."""
         busy = {worker.position: worker for worker in self.workers if worker.position is not None}
         timeout = min(LONGEST, max(0.0, min(worker.deadline for worker in busy.values()) - time.monotonic()))
         with selectors.DefaultSelector() as selector:
@@ -199,7 +198,7 @@ class _Supervisor:
                 selector.register(pipe, selectors.EVENT_READ)
             ready = {key.fileobj for key, _ in selector.select(timeout)}
         if self.trainer in ready:
-            self._leave()  # the trainer is silent during a batch: readable means it is gone
+            self._leave()  # the trainer sends nothing during a batch: a readable pipe means that it exited
         outcomes = {}
         for position, worker in busy.items():
             outcome = worker.answer() if worker.pipe in ready else None
@@ -213,7 +212,7 @@ class _Supervisor:
         return outcomes
 
     def _replace(self, worker: _Worker) -> None:
-        """Ends a worker; `_idle` starts another one when a call waits."""
+        """Ends a worker; `_idle` starts a new one if a call waits."""
         self.workers.remove(worker)
         worker.kill()
 
@@ -241,7 +240,7 @@ class _Worker:
         remote.close()
 
     def is_silent(self) -> bool:
-        """Whether it lives and has sent nothing since its last answer."""
+        """Whether the worker is alive and has sent nothing since its last answer."""
         try:
             self.pipe.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -255,13 +254,13 @@ class _Worker:
         self.deadline = time.monotonic() + self.timeout
         self.number = secrets.token_hex(8)
         self.received = b""
-        self.pipe.settimeout(min(LONGEST, self.timeout))  # a stopped worker reads nothing
-        with contextlib.suppress(OSError):  # it has died or stopped: seen as the end of its pipe or at its deadline
+        self.pipe.settimeout(min(LONGEST, self.timeout))  # a stopped worker does not read
+        with contextlib.suppress(OSError):  # the worker died or stopped: `_finished` notices that
             send(self.pipe, {"number": self.number, **request})
         self.pipe.setblocking(False)
 
     def answer(self) -> Outcome | None:
-        """Returns the outcome, or the error in its place; None while bytes of it are missing."""
+        """Returns the outcome of the call, or None if the answer is still incomplete."""
         try:
             arrived = self.pipe.recv(LONGEST_ANSWER)
         except OSError:
@@ -283,7 +282,7 @@ class _Worker:
 
     def kill(self) -> None:
         self.pipe.close()
-        for end in (os.killpg, os.kill):  # the group first, with all processes the function started
+        for end in (os.killpg, os.kill):  # first the group, which includes processes that the function started
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 end(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -298,7 +297,7 @@ class _Worker:
 
 
 def _decode(data: bytes, number: str) -> Outcome | None:
-    """Returns the outcome in an answer to the request of this number, None in anything that `_work` never sends."""
+    """Returns the outcome in the answer to request `number`, or None if `_work` cannot have sent this data."""
     try:
         answer = json.loads(data)
         sent, value, error = answer["number"], answer["value"], answer["error"]
@@ -312,7 +311,7 @@ def _decode(data: bytes, number: str) -> Outcome | None:
 def _work(pipe: socket.socket, functions: list[Callable[..., Any]], memory: int, parent: int) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":  # ends with the supervisor, even if that is killed
+    if sys.platform == "linux":  # the worker ends with the supervisor, even if the supervisor is killed
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
@@ -320,7 +319,7 @@ def _work(pipe: socket.socket, functions: list[Callable[..., Any]], memory: int,
     _limit(memory)
     while (request := receive(pipe)) is not None:
         outcome = _outcome(functions[request["function"]], json.loads(request["arguments"]))
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed them
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed the streams
             sys.stdout.flush()
             sys.stderr.flush()
         send(pipe, {"number": request["number"], **outcome._asdict()})
@@ -336,7 +335,7 @@ def _limit(memory: int) -> None:
     limit = inherited + memory if hard == resource.RLIM_INFINITY else min(hard, inherited + memory)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # if the machine runs out of memory, this process goes, not the trainer
+        score.write("1000")  # if the machine runs out of memory, the kernel kills this process, not the trainer
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
@@ -344,12 +343,12 @@ def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome
         return checked(function(**arguments))
     except MemoryError:
         return Outcome(error=OUT_OF_MEMORY)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward fail its sample, nothing else
+    except BaseException as error:  # SystemExit and KeyboardInterrupt in a reward only fail its sample
         return Outcome(error=describe(error))
 
 
 def _wait(pid: int) -> int | None:
-    """Returns the exit status of a child, or None if it has not ended within `GRACE` seconds."""
+    """Returns the exit status of a child, or None if it does not exit within `GRACE` seconds."""
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
         reaped, status = os.waitpid(pid, os.WNOHANG)
@@ -360,9 +359,9 @@ def _wait(pid: int) -> int | None:
 
 
 def _fork(body: Callable[[], None]) -> int:
-    """Runs `body` in a forked child, which exits without the exit handlers of this process; returns its number."""
+    """Runs `body` in a forked child, which exits without running exit handlers. Returns the pid of the child."""
     with warnings.catch_warnings():
-        # Python 3.12 warns about threads of the parent; the module docstring says why this fork is safe.
+        # Python 3.12 warns if the parent has threads; the module docstring explains why this fork is safe.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             pid = os.fork()

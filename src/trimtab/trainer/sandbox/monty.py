@@ -1,10 +1,9 @@
-"""Python code in Monty, an interpreter without access to files, network or processes.
+"""Runs Python code in Monty, an interpreter without access to files, network or processes.
 
     episode threads --(text)--> one worker process each --(pydantic_monty)--> one interpreter process per session
 
-Monty runs each interpreter in a separate process, but its bindings do work in the process that calls them (they
-convert values, they collect output), so they are called in worker processes and not in the threads of a trainer: what
-goes wrong there costs a worker.
+Monty runs each interpreter in a separate process. Its bindings convert values and collect output in the process that
+calls them, so they are called in worker processes instead of the trainer: a failure then only costs a worker.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ WORKER = "trimtab.trainer.sandbox.monty_worker"
 
 
 class SessionRequest(NamedTuple):
-    """Code to run in a session; its answer is a `CodeResult`. No code: the session ends."""
+    """Code to run in a session; the answer is a `CodeResult`."""
 
     session: int
-    code: str | None
+    code: str | None  # None ends the session
 
 
 class MontySandbox:
-    """Runs code in `workers` processes, started at once."""
+    """Runs code in `workers` processes, which the constructor starts."""
 
     def __init__(self, limits: Limits, *, workers: int) -> None:
         if importlib.util.find_spec("pydantic_monty") is None:
@@ -55,7 +54,7 @@ class MontySandbox:
             worker.close()
 
     def _worker(self, session: int) -> _Worker:
-        """The worker that has the variables of the session, or will have them."""
+        """Returns the worker of the session; a new session is assigned to the worker with the fewest sessions."""
         with self._assigning:
             worker = self._assigned.get(session)
             if worker is None:
@@ -65,18 +64,18 @@ class MontySandbox:
 
 
 class _Worker:
-    """A worker process, used by one thread at a time and replaced when it dies or hangs."""
+    """A worker process, used by one thread at a time and replaced if it dies or hangs."""
 
     def __init__(self, limits: Limits) -> None:
         self.lock = threading.Lock()
         self._limits = limits
-        self._sessions: set[int] = set()  # with variables in the process
-        self._lost: set[int] = set()  # whose variables another session's failure took
+        self._sessions: set[int] = set()  # sessions with variables in the process
+        self._lost: set[int] = set()  # sessions whose variables were lost through the failure of another session
         self._closed = False
         self._start()
 
     def run(self, session: int, code: str) -> CodeResult:
-        if self.process.process.poll() is not None:  # it was killed while it had nothing to do
+        if self.process.process.poll() is not None:  # it was killed while it was idle
             self._restart()
         if session in self._lost:
             self._lost.remove(session)
@@ -87,7 +86,7 @@ class _Worker:
         except (EOFError, ConnectionError):
             error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
             return self._replace(session, CodeResult("", error.rstrip(","), lost=True))
-        except BaseException:  # the caller gives up: the next run must not receive the answer of this one
+        except BaseException:  # the caller was interrupted: the next run must not receive the answer to this run
             self._restart()
             raise
         if message is None:
@@ -103,7 +102,7 @@ class _Worker:
         self._lost.discard(session)
         if session in self._sessions:
             self._sessions.remove(session)
-            with contextlib.suppress(OSError):  # it has died, and the session with it: the next run replaces it
+            with contextlib.suppress(OSError):  # the process died, and the session with it: the next run replaces it
                 self.process.send(SessionRequest(session, None))
 
     def close(self) -> None:
@@ -112,7 +111,7 @@ class _Worker:
 
     def _start(self) -> None:
         self.process = WorkerProcess(WORKER)
-        with contextlib.suppress(OSError):  # it has died already: the first run reports that
+        with contextlib.suppress(OSError):  # the process died already: the first run reports that
             self.process.send(self._limits)
 
     def _replace(self, session: int, result: CodeResult) -> CodeResult:
@@ -121,10 +120,10 @@ class _Worker:
         return result
 
     def _restart(self) -> None:
-        """Replaces the process; its sessions learn of it at their next run."""
+        """Replaces the process. The next run of each of its sessions reports that the variables are lost."""
         self._lost |= self._sessions
         self._sessions.clear()
         self.process.kill()
         self._start()
-        if self._closed:  # by another thread, which may have ended the process before this one
+        if self._closed:  # another thread closed the worker and may have killed the old process only
             self.process.kill()

@@ -1,7 +1,7 @@
-"""The process that runs Monty interpreters for a `MontySandbox`; it exchanges text with its parent, never objects.
+"""The process that runs Monty interpreters for a `MontySandbox`. Results are exchanged as text, never as objects.
 
-A value of the code must not be converted to a Python object: 210 references in lists can stand for 10^21 elements.
-The code therefore displays the value of its last expression itself, inside Monty, where memory is limited.
+A value must not be converted to a Python object: nested lists with 210 references can represent 10^21 elements. The
+value of the last expression is therefore printed by the code itself, inside Monty, where memory is limited.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trimtab.trainer.sandbox.code_result import (
 )
 from trimtab.trainer.sandbox.monty import SessionRequest
 
-SHOW_VALUE = "_ = ("  # written before a last expression
+SHOW_VALUE = "_ = ("  # inserted before the last expression
 MAX_SESSIONS = 100_000
-OVERHEAD_MB = 512  # data of this process and of an interpreter, in addition to the memory the code may use
+OVERHEAD_MB = 512  # memory of this process and of an interpreter, in addition to the limit of the code
 MAX_LINE = 200  # characters of a source line in a traceback
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     limits: Limits = messages.get().content
     data = (limits.memory_mb + OVERHEAD_MB) << 20
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (data, data))  # inherited by the interpreters
+        resource.setrlimit(resource.RLIMIT_DATA, (data, data))  # the interpreters inherit it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with Monty(max_processes=MAX_SESSIONS, request_timeout=limits.timeout + 1) as monty:
         interpreters = _Interpreters(monty, limits)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 class _Interpreters:
-    """The open sessions, each with an interpreter process."""
+    """The open sessions; each has an interpreter process."""
 
     def __init__(self, monty: Monty, limits: Limits) -> None:
         self._monty = monty
@@ -63,7 +63,7 @@ class _Interpreters:
         if interpreter is None:
             interpreter = self._open[session] = self._monty.checkout(
                 limits={"max_feed_duration_secs": self._limits.timeout, "max_memory": self._limits.memory_mb << 20},
-                os_policy={"sleep": "zero"},  # code that sleeps would only block a worker
+                os_policy={"sleep": "zero"},  # sleeping would only block a worker
             ).__enter__()
         output = _Output(self._limits.max_output)
         error, timed_out, lost = None, False, False
@@ -80,7 +80,7 @@ class _Interpreters:
 
     def end(self, session: int) -> None:
         if (interpreter := self._open.pop(session, None)) is not None:
-            with contextlib.suppress(MontyError, RuntimeError):  # its process has ended already
+            with contextlib.suppress(MontyError, RuntimeError):  # the process has ended already
                 interpreter.__exit__(None, None, None)
 
     def _describe(self, error: MontyError) -> tuple[str, bool]:
@@ -90,7 +90,7 @@ class _Interpreters:
         assert isinstance(error, MontySyntaxError | MontyRuntimeError)
         if isinstance(error, MontySyntaxError) or error.traceback():
             return _traceback(error), False
-        # Without a traceback the code could not catch it: a limit ended it, and its variables are in an unknown state.
+        # Without a traceback, a limit ended the run: the code could not catch it, and its variables are undefined.
         message = error.display("type-msg")
         if message.startswith("TimeoutError"):
             return took_too_long(self._limits), True
@@ -98,7 +98,7 @@ class _Interpreters:
 
 
 class _Output:
-    """Collects what the code prints, up to a number of characters."""
+    """Collects printed text, up to `length` characters."""
 
     def __init__(self, length: int) -> None:
         self._room = length
@@ -117,11 +117,11 @@ class _Output:
 
 
 def showing_value(code: str) -> str:
-    """Returns the code with statements that print the value of its last expression, if it ends in one."""
+    """Returns the code, extended to print the value of its last expression if it ends with an expression."""
     try:
         statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return f"{code}\nNone"  # Monty reports its errors; where it has none, the code runs without showing a value
+        return f"{code}\nNone"  # Monty reports the error; if it accepts the code, no value is printed
     if not statements or not isinstance(last := statements[-1], ast.Expr):
         return f"{code}\nNone"
     assert last.end_lineno is not None

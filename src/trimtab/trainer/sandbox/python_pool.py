@@ -1,4 +1,4 @@
-"""A pool of sandboxes that run Python code of a model: bounded, isolated, from many threads at once."""
+"""A pool of sandboxes that run Python code written by a model: isolated, with limits, thread-safe."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from trimtab.trainer.sandbox.monty import MontySandbox
 
 SandboxName = Literal["monty", "bubblewrap"]
-# What a trivial run gives in a sandbox that works.
+# A trivial run and its output in a sandbox that works.
 PROBE, PROBE_OUTPUT = "1 + 1", "2\n"
 
 
 class PythonPool:
-    """Runs code in warm processes, which end with `close`, with garbage collection, or with this process.
+    """Runs code in processes that are started ahead. They end at `close`, at garbage collection, or with this process.
 
         with PythonPool("monty") as pool, pool.session() as session:
             print(session.run("2 ** 10").output)
 
     Args:
-        sandbox: "monty", an interpreter of a part of Python without any access to the machine; "bubblewrap", CPython
+        sandbox: "monty", an interpreter of a subset of Python without access to the machine; "bubblewrap", CPython
             without network and with a separate file system.
-        workers: how many runs may go on at once; more wait. Default: one for each processor, at most 8.
-        packages: installed packages that code in "bubblewrap" may import, by the names `pip` knows.
-        timeout: seconds a run may take.
-        memory_mb: megabytes a run may use.
-        max_output: characters a run may print.
+        workers: number of concurrent runs; further runs wait. Default: one for each processor, at most 8.
+        packages: installed packages that code in "bubblewrap" may import, by their names in `pip`.
+        timeout: seconds that a run may take.
+        memory_mb: megabytes that a run may use.
+        max_output: characters that a run may print.
 
     Raises:
         TrimtabError: the sandbox cannot run here; the message says what to install.
@@ -72,11 +72,11 @@ class PythonPool:
             raise TrimtabError(f'the sandbox "{sandbox}" does not work here: {result.error or result.output}')
 
     def session(self) -> PythonSession:
-        """Returns a new session: the runs of one episode."""
+        """Returns a new session, for the runs of one episode."""
         return PythonSession(self, next(self._sessions))
 
     def close(self) -> None:
-        """Ends all processes; runs that are going on return an error."""
+        """Ends all processes. Runs in progress return an error."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class PythonPool:
             raise TrimtabError("the sandbox is closed: run code before `close`")
         if len(code) > MAX_CODE:
             return CodeResult("", f"not run: the code has {len(code)} characters, more than {MAX_CODE}")
-        # Half of a surrogate pair cannot be encoded.
+        # Unpaired surrogates cannot be encoded.
         result = self._sandbox.run(session, code.encode(errors="replace").decode())
         output, error = clean(result.output), result.error
         if error is None and len(output) > self._limits.max_output:
@@ -100,7 +100,7 @@ class PythonPool:
 
 
 class PythonSession:
-    """The runs of one episode, one at a time, which share variables."""
+    """A session: runs of one episode, one at a time, that share variables."""
 
     def __init__(self, pool: PythonPool, number: int) -> None:
         self._pool = pool
@@ -109,9 +109,9 @@ class PythonSession:
         self._closed = False
 
     def run(self, code: str) -> CodeResult:
-        """Runs the code. Whatever it does, and whatever happens to its process, is in the result, never raised.
+        """Runs the code. Errors of the code and of its process are returned in the result, never raised.
 
-        A run that the caller gives up (Ctrl-C) takes the variables of its session along.
+        If the caller interrupts a run (Ctrl-C), the variables of the session are lost.
         """
         if os.getpid() != self._pool._owner:
             raise TrimtabError("this sandbox belongs to the process that made it: make another one after a fork")
@@ -120,13 +120,13 @@ class PythonSession:
                 return CodeResult("", "not run: the session is closed")
             try:
                 return self._pool._run(self._number, code)
-            except BaseException:  # of this process, such as KeyboardInterrupt: the code may have run, or not
+            except BaseException:  # KeyboardInterrupt in this process: it is unknown whether the code ran
                 self._pool._sandbox.end(self._number)
                 raise
 
     def close(self) -> None:
-        """Ends the session and frees its variables, after a run that is going on in another thread."""
-        if os.getpid() != self._pool._owner:  # a forked copy, which must not end its parent's session
+        """Ends the session and frees its variables. Waits for a run that is in progress in another thread."""
+        if os.getpid() != self._pool._owner:  # a forked copy of the owner must not end the session
             return
         self._closed = True
         with self._running:
@@ -140,7 +140,7 @@ class PythonSession:
 
 
 def sandbox_unavailable(name: SandboxName) -> str | None:
-    """Returns None if the sandbox works here, found by running it, else one line with what is missing."""
+    """Starts the sandbox. Returns None if it works on this machine, otherwise one line that says what is missing."""
     try:
         PythonPool(name, workers=1).close()
     except TrimtabError as error:
@@ -149,7 +149,7 @@ def sandbox_unavailable(name: SandboxName) -> str | None:
 
 
 def protection(name: SandboxName) -> str:
-    """Returns in a few words what runs the code here, and as whom."""
+    """Returns a short description of the interpreter that runs the code, and of its user."""
     if name == "monty":
         return "an interpreter that has no access to files, network or processes"
     user = f"user {NOBODY}" if os.geteuid() == 0 else f"user {os.geteuid()} in a user namespace"
@@ -171,5 +171,5 @@ def _start(name: str, limits: Limits, *, workers: int, packages: Sequence[str]) 
 
 
 def _close(sandbox: MontySandbox | BubblewrapSandbox, owner: int) -> None:
-    if os.getpid() == owner:  # a forked copy of this process must not end its parent's sandbox
+    if os.getpid() == owner:  # a forked copy of the owner must not end the sandbox
         sandbox.close()

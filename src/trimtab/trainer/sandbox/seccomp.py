@@ -1,13 +1,13 @@
-"""The system calls that code in a bubblewrap container cannot make, as filters for the kernel.
+"""Seccomp filters: the system calls that code in a bubblewrap container cannot make.
 
-Namespaces keep the code from the machine; a filter keeps it from parts of the kernel that no program here needs:
+Namespaces separate the code from the machine. The filter also blocks parts of the kernel that no program here needs:
 memory outside of the limits (memfd, System V and anonymous shared memory, sockets, events of files), debugging, keys,
-new namespaces, modules, the log of the kernel, what all containers share, and every call newer than this list. A second
-filter, for the code alone, allows threads and no processes: bubblewrap has no limit of processes.
+new namespaces, modules, the kernel log, state that all containers share, and all calls newer than this list. A second
+filter, for the code alone, allows threads but no processes, because bubblewrap cannot limit the number of processes.
 
-Shared are also the times of the three devices, which are files of the machine that anybody may write, and which pages
-of shown files are in memory. A filter cannot see which file a call is about, so no times can be set. The error is said
-rather than pretending success: code that sets times and reads them would otherwise print a wrong answer.
+Shared state includes the timestamps of the three devices (they are writable files of the machine), and which pages of
+mounted files are in memory. A filter cannot see which file a call is about, so all calls that set timestamps fail. They
+return an error: if they pretended success, code that sets and then reads timestamps would print a wrong answer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# Numbers on x86_64 and on aarch64.
-NONE = 0xFFFFFFFF  # the number of no call
+# Numbers of the system calls on x86_64 and on aarch64.
+NONE = 0xFFFFFFFF  # the architecture does not have the call
 DENIED: dict[str, tuple[int, int]] = {
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -90,9 +90,10 @@ DENIED: dict[str, tuple[int, int]] = {
     "vmsplice": (278, 75),
 }
 NEWER = 435
-"""The first call of Linux 5.3; those of later versions, and of x86_64's second interface, have higher numbers.
+"""The first call of Linux 5.3. Calls of later versions, and of x86_64's second interface, have higher numbers.
 
-Programs know that an older kernel lacks them: the C library then starts threads with `clone`, whose flags can be seen.
+Programs can handle kernels without these calls: the C library then starts threads with `clone`, whose flags a filter
+can check (unlike those of `clone3`).
 """
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of linux/audit.h
 PROCESSES = [(57, NONE), (58, NONE)]  # fork, vfork
@@ -104,10 +105,10 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_SIZE = 0, 4, 16, 8  # offsets in 
 
 
 class Condition(NamedTuple):
-    """A call that is allowed if some bits of one argument have a value, or unless they have it."""
+    """Allows a call only if `argument & bits == value`; with `unless`, only if that is false."""
 
-    numbers: tuple[int, int]
-    argument: int
+    numbers: tuple[int, int]  # of the call, by architecture
+    argument: int  # index of the argument
     bits: int
     value: int
     unless: bool = False
@@ -118,27 +119,27 @@ ALL = 0xFFFFFFFF
 CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20
 CONDITIONS = [
-    Condition((53, 199), 0, ALL, 1),  # socketpair of the family AF_UNIX; the kernel loads modules for others
-    Condition((302, 261), 0, ALL, 0),  # prlimit of the calling process, whose number here is 0
-    # fcntl without F_SETLEASE and F_NOTIFY, which stop and watch the machine's use of files that the container may read
+    Condition((53, 199), 0, ALL, 1),  # socketpair only of AF_UNIX; for other families the kernel loads modules
+    Condition((302, 261), 0, ALL, 0),  # prlimit only of the calling process (pid 0)
+    # fcntl without F_SETLEASE and F_NOTIFY, with which a container could block or watch the use of files by the machine
     Condition((72, 25), 1, ALL - 2, 1024, unless=True),
-    # mmap: shared memory without a file is kept whole while one page of it is mapped, and only that page is counted
+    # mmap without anonymous shared memory: it stays allocated while one page is mapped, and only that page is counted
     Condition((9, 222), 3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS, unless=True),
-    # madvise without MADV_COLD and MADV_PAGEOUT, which take pages of shown files from the memory of the machine
+    # madvise without MADV_COLD and MADV_PAGEOUT, which evict pages of mounted files from the memory of the machine
     Condition((28, 233), 2, ALL - 1, 20, unless=True),
-    # preadv2 without flags: RWF_NOWAIT tells which pages are in memory. Programs know files that have no flags.
+    # preadv2 without flags: RWF_NOWAIT reveals which pages are in memory. Programs can handle files without flags.
     Condition((327, 286), 5, ALL, 0, refusal=EOPNOTSUPP),
 ]
-# A thread with a separate table of open files could open as many as the process may.
+# clone only for threads that share the table of open files: each separate table would have its own limit of open files
 THREADS = Condition((56, 220), 0, CLONE_THREAD | CLONE_FILES, CLONE_THREAD | CLONE_FILES)  # clone
 
 
 def container_filter(machine: str) -> bytes:
-    """Returns the filter for everything in a container."""
+    """Returns the filter for all processes in a container."""
     column, architecture = ARCHITECTURES[machine]
     return _assemble(
         (LOAD, 0, 0, ARCHITECTURE),
-        (JUMP_EQUAL, 1, 0, architecture),  # a program of another architecture would count its calls otherwise
+        (JUMP_EQUAL, 1, 0, architecture),  # programs of another architecture use other numbers for the calls
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER),
         (JUMP_AT_LEAST, 0, 1, NEWER),
@@ -148,7 +149,7 @@ def container_filter(machine: str) -> bytes:
 
 
 def code_filter(machine: str) -> bytes:
-    """Returns the filter for the code, which can start threads, not processes."""
+    """Returns the filter for the code, which may start threads but not processes."""
     column, _ = ARCHITECTURES[machine]
     return _assemble((LOAD, 0, 0, NUMBER), *_rules(column, PROCESSES, [THREADS]))
 
@@ -156,7 +157,7 @@ def code_filter(machine: str) -> bytes:
 def _rules(
     column: int, denied: Sequence[tuple[int, int]], conditions: Sequence[Condition]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the steps that answer a call whose number is loaded."""
+    """Yields the filter steps that decide on a call, after the number of the call was loaded."""
     for numbers in denied:
         yield from ((JUMP_EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, EPERM))
     for condition in conditions:

@@ -1,4 +1,4 @@
-"""Tasks: `build(name, **options) -> Task`, a class per kind with options as fields; see docs/reference-tasks.md."""
+"""Tasks: `build(name, **options)` returns a `Task`. Each kind is a class, whose fields are the options of the task."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ KINDS = Registry(
 
 
 def build(name: str, **keywords: Any) -> Task:
-    """Returns the task `name`; the keywords are the fields of its class.
+    """Returns the task `name`; the keywords are the fields of its options class.
 
-    Raises `TrimtabError`: an unknown name or option (naming the nearest), a bad value, unusable data.
+    Raises `TrimtabError` for an unknown name or option (suggesting the nearest), a bad value, or unusable data.
     """
     return KINDS.read(name, keywords).build()
 
 
 def with_max_tokens(task: Task, max_tokens: int | None) -> Task:
-    """Returns the task with another length limit; None: its own."""
+    """Returns the task with `max_tokens` as its response limit; None keeps the limit of the task."""
     return replace(cast(Any, task), max_tokens=max_tokens) if max_tokens else task
 
 
 def encode(task: Task, problem: Problem, tokenizer: Any) -> Prompt:
-    """Returns the encoded prompt. Special tokens are part of the task's text, never added by the tokenizer.
+    """Returns the encoded prompt. The text contains its special tokens; the tokenizer adds none.
 
-    Raises `TrimtabError` for a prompt without tokens.
+    Raises `TrimtabError` if the prompt has no tokens.
     """
     text = task.prompt_text(problem, tokenizer)
     ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)

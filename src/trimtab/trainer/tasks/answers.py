@@ -1,4 +1,4 @@
-"""Extracts reference answers from data sets: numbers, GSM8K solutions, boxed LaTeX results."""
+"""Extracts gold answers from the columns of data sets: text, numbers, GSM8K solutions, boxed LaTeX results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BOX = re.compile(r"\\(boxed|fbox|framebox)\s*\{")
 def extract(value: Any, form: AnswerFormat, pattern: str | None = None) -> str:
     """Returns the gold answer as text.
 
-    With `pattern`, a regular expression with one group, only that group of the first match is read.
+    `pattern` is a regular expression with one group; if given, only the group of the first match is read.
 
     Raises:
-        ValueError: `value` has no answer in this format; the message says which format may fit.
+        ValueError: `value` has no answer in the format `form`; the message suggests another format.
     """
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("there is no answer; fill it in or remove the row")
@@ -36,7 +36,7 @@ def extract(value: Any, form: AnswerFormat, pattern: str | None = None) -> str:
 
 
 def text(value: Any) -> str:
-    """Returns text unchanged but for surrounding blanks, and numbers in their shortest plain form."""
+    """Returns text without surrounding white space, and numbers in their shortest plain form."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
@@ -47,7 +47,7 @@ def text(value: Any) -> str:
 def number(value: Any) -> str:
     """Returns a number in its shortest plain form: 14.0 -> "14", "025" -> "25", "1,200" -> "1200".
 
-    3.33333 and 1/2 stay as they are.
+    3.33333 and 1/2 are returned unchanged.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"the answer is a {type(value).__name__}, not a number")

@@ -1,7 +1,7 @@
 """Data sets as tasks: a JSONL, JSON, CSV or parquet file, or a Hugging Face dataset; see `RowOptions` for columns.
 
-A file is not read with `datasets.load_dataset`: it gives a column one type, so that a CSV cell "007" becomes 7, the
-text "2020-01-01" a date and a forgotten column None, and its row numbers leave out empty lines.
+Files are not read with `datasets.load_dataset`, because it infers one type per column: the CSV cell "007" becomes 7,
+the text "2020-01-01" becomes a date, and a missing column becomes None. Its row numbers also skip empty lines.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trimtab.trainer.tasks.answers import AnswerFormat, extract
 from trimtab.trainer.tasks.task import BuiltTask, Chat, StyleOptions, Template, build_template, limits, split_shots
 from trimtab.types import Problem, RewardSpec
 
-Row = tuple[int, Mapping[str, Any]]  # its number in the file, counted from 1, and its columns
-COLUMN = re.compile(r"\{([^{}]+)\}")  # a column in a question of several columns
+Row = tuple[int, Mapping[str, Any]]  # row number in the file, counted from 1, and the columns
+COLUMN = re.compile(r"\{([^{}]+)\}")  # a column name in a question template
 BOXED = Chat("{question}\n\nReason step by step and write the final answer in \\boxed{}.", answer="\\boxed{{answer}}")
 
 SchemaName = Literal["gsm8k", "mawps", "aime", "amc", "minerva"]
@@ -34,7 +34,7 @@ SchemaName = Literal["gsm8k", "mawps", "aime", "amc", "minerva"]
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a known data set; `worked` are its worked examples."""
+    """The columns of a known data set, and its worked examples (`worked`)."""
 
     question: str = "question"
     answer: str = "answer"
@@ -43,7 +43,7 @@ class Schema:
     worked: tuple[Problem, ...] = ()
 
 
-# MAWPS rows hold the bare result; a small model gets 3% of them that way and 20% when it may write the sum.
+# MAWPS rows hold the bare result. A small model solves 3% with such examples, and 20% if the examples show the sum.
 _MAWPS = (
     Problem("add", "Tom has 3 apples. He buys 4 more. How many apples does Tom have?", "3 + 4 = 7"),
     Problem("subtract", "There are 9 birds on a fence. 5 birds fly away. How many birds are left?", "9 - 5 = 4"),
@@ -107,7 +107,7 @@ class RowOptions(StyleOptions):
 
     @property
     def columns(self) -> Schema:
-        """The named layout, changed by the columns that the user names."""
+        """The columns of the named format, replaced by the columns that the user names."""
         schema = Schema() if self.schema_ is None else SCHEMAS[self.schema_]
         named = {key: getattr(self, key) for key in ("question", "answer", "answer_format", "id")}
         return replace(schema, **{key: column for key, column in named.items() if column})
@@ -149,7 +149,7 @@ class HuggingFace(RowOptions):
         where = f"dataset {self.dataset!r}, split {split!r}"
         try:
             rows: Any = datasets.load_dataset(self.dataset, self.config, split=split, data_files=self.files)
-        except Exception as error:  # network, missing names, damaged files: each library layer has its own classes
+        except Exception as error:  # network, missing names, damaged files: each library raises different classes
             raise TrimtabError(
                 f"{where}: cannot load it: {first_line(error)}; check the names, or the network and HF_HUB_OFFLINE"
             ) from None
@@ -157,7 +157,7 @@ class HuggingFace(RowOptions):
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yields numbered rows (from 1; for JSONL the line number). Raises `TrimtabError` naming the file and the row."""
+    """Yields numbered rows (from 1; for JSONL the line number). Raises `TrimtabError` that names file and row."""
     if path.is_dir():
         raise TrimtabError(f"{path} is a folder; give a file in it, or task 'hf' with dataset = {str(path)!r}")
     if path.suffix not in _READERS:
@@ -175,7 +175,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield number, row
     except TrimtabError:
         raise
-    except OSError as error:  # pyarrow raises it both for the system's refusals and for damaged pages
+    except OSError as error:  # pyarrow also raises it for damaged pages
         raise TrimtabError(f"cannot read {path}: {error.strerror or error}; check the file") from None
     except UnicodeDecodeError:
         raise TrimtabError(f"{path}: not UTF-8 text after row {number}; save it as UTF-8") from None
@@ -186,7 +186,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Any]:
-    """Yields the rows below the header; a cell is text, and an empty one is missing."""
+    """Yields the rows below the header. Cells are text; an empty cell is None."""
     with regular_file(path).open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         header = next(reader, [])
@@ -199,7 +199,7 @@ def _csv(path: Path) -> Iterator[Any]:
 
 
 def _json(path: Path) -> Iterator[Any]:
-    """Yields the lines of JSONL, None for an empty one; a .json file may also be one array over any number of lines."""
+    """Yields the lines of JSONL (None for an empty line), or the elements of a .json file with one array."""
     with regular_file(path).open(encoding="utf-8-sig") as lines:
         is_array = path.suffix == ".json" and lines.read(1024).lstrip().startswith("[")
         lines.seek(0)
@@ -220,7 +220,7 @@ _READERS = {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".p
 
 
 def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: str) -> list[Problem]:
-    """Returns every row as a problem. Raises `TrimtabError` naming file and row: nothing is skipped."""
+    """Returns one problem for each row. Raises `TrimtabError` that names file and row; no row is skipped."""
     columns = options.columns
     problems: list[Problem] = []
     seen: dict[str, int] = {}
@@ -250,7 +250,7 @@ def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: 
 def build_task(
     name: str, options: RowOptions, problems: Sequence[Problem], held_out: Sequence[Problem] | None, where: str
 ) -> BuiltTask:
-    """Returns a task over these problems; `held_out` is the test split if it has another source."""
+    """Returns a task over `problems`; `held_out` is the test split if it has a separate source."""
     train, test = _split(problems, held_out, options, where)
     given, notes = len(train), []
     if options.drop_duplicates and len(train := _distinct(train, test)) < given:
@@ -277,7 +277,7 @@ def _choose_style(
 ) -> tuple[RowOptions, tuple[str, ...]]:
     """Returns the options and notes about them.
 
-    A few-shot prompt by default becomes a chat if there is no row for an example.
+    If no training row is left for an example, and the user chose no style, few-shot prompts become chat prompts.
     """
     if train or options.model_fields_set & {"style", "template", "examples"}:
         return options, ()
@@ -298,7 +298,7 @@ def _reward(options: RowOptions, template: Template) -> RewardSpec:
 
 
 def _question(row: Mapping[str, Any], source: str, location: str) -> str:
-    """Returns the text of the column `source`, or `source` with every `{column}` replaced in one pass."""
+    """Returns the text of the column `source`, or, if `source` is a template, the text with all columns filled in."""
     texts: dict[str, str] = {}
     for name in COLUMN.findall(source) or [source]:
         text = _column(row, name, "question", location)
@@ -309,7 +309,7 @@ def _question(row: Mapping[str, Any], source: str, location: str) -> str:
 
 
 def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> Any:
-    """Returns the value of a column; `a.0.b` is `b` in the first entry of `a`, unless a column has that name."""
+    """Returns the value of a column. `a.0.b` is `b` in the first entry of `a`, unless a column is named `a.0.b`."""
     if column in row:
         return row[column]
     value, path = row, ""
@@ -340,7 +340,7 @@ def _checked(value: Any, column: str, location: str) -> Any:
 def _split(
     problems: Sequence[Problem], held_out: Sequence[Problem] | None, options: RowOptions, where: str
 ) -> tuple[list[Problem], list[Problem]]:
-    """Returns training and test problems: rows with the same question are in the same split."""
+    """Returns the training and the test problems. Rows with equal questions are in the same split."""
     if held_out is None:
         questions = list(dict.fromkeys(problem.question for problem in problems))
         random.Random(f"split/{options.seed}").shuffle(questions)
@@ -359,7 +359,7 @@ def _split(
 
 
 def _distinct(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem]:
-    """Returns the first training row of each question that no test row has, apart from case and spaces."""
+    """Returns the first training row of each question that is in no test row, ignoring case and spaces."""
     by_question = {" ".join(problem.question.casefold().split()): problem for problem in reversed([*test, *train])}
     kept = {id(problem) for problem in by_question.values()}
     return [problem for problem in train if id(problem) in kept]

@@ -1,7 +1,7 @@
-"""Tasks whose problems are generated: `arithmetic`, `sort`, `swap-sort`, and the data sets of `reasoning-gym`.
+"""Tasks with generated problems: `arithmetic`, `sort`, `swap-sort`, and the data sets of `reasoning-gym`.
 
-`sort` and `swap-sort` are for the models of the laboratory, "QUESTION=" -> "ANSWER." in digits. Their `Problem.answer`
-is the whole response with its final stop ".", as a warm start teaches it.
+`sort` and `swap-sort` are for the models of the laboratory. Prompts are "QUESTION=" and responses "ANSWER.", in digits.
+`Problem.answer` is the whole response with the final stop ".", which is the target of a warm start.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trimtab.trainer.tasks.task import (
 from trimtab.types import Problem, RewardSpec
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-POOL = 16_384  # largest number of problems that are drawn; two digits have 8100 in all
-SHOT_POOL = 16  # problems set aside as worked examples, in neither split
+POOL = 16_384  # largest number of problems that are drawn; there are 8100 problems of two digits
+SHOT_POOL = 16  # problems reserved as worked examples: they are in neither split
 
 
 class Arithmetic(TaskOptions):
-    """Few-shot sums of two numbers. The wording decides where a small model starts: docs/tasks.md says how far."""
+    """Few-shot arithmetic on two numbers. The wording determines a small model's initial accuracy (docs/tasks.md)."""
 
     digits: int = Field(2, ge=1, le=9, description="digits of both numbers; no leading zero")
     operation: Literal["+", "-", "*"] = Field("+", description="operation on the two numbers")
@@ -44,7 +44,7 @@ class Arithmetic(TaskOptions):
 
     def build(self) -> BuiltTask:
         pairs = self._pairs()
-        # Both orders of a sum or product belong to the same split: who learned one knows the other.
+        # Both orders of a sum or product belong to the same split: a model that learned one knows the other.
         key = (lambda pair: tuple(sorted(pair))) if self.operation in "+*" else (lambda pair: pair)
         shots = pairs[:SHOT_POOL]
         used = {key(pair) for pair in shots}
@@ -70,11 +70,11 @@ class Arithmetic(TaskOptions):
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """The smallest and the largest number."""
+        """The smallest and the largest operand."""
         return (0 if self.digits == 1 else 10 ** (self.digits - 1)), 10**self.digits - 1
 
     def _pairs(self) -> list[tuple[int, int]]:
-        """Returns ordered pairs of numbers in a random order that depends on the seed alone."""
+        """Returns ordered pairs of operands in a random order that depends on the seed alone."""
         low, high = self._bounds
         span = high - low + 1
         codes = random.Random(f"arithmetic/{self.seed}").sample(range(span * span), min(span * span, POOL))
@@ -90,9 +90,9 @@ DIGITS = "0123456789"
 
 
 class Sort(TaskOptions):
-    """Digits, sorted: "3141592653=" -> "1123345569.", or with every step written out (`insertions`).
+    """Sorting digits: "3141592653=" -> "1123345569."; with `steps`, every step is written out (see `insertions`).
 
-    The training split is computed from (seed, index); nothing is stored.
+    Training problems are computed from (seed, index) on access.
     """
 
     digits: int = Field(10, ge=2, le=64, description="how many digits are sorted")
@@ -133,10 +133,10 @@ class Sort(TaskOptions):
 
 
 class SwapSort(TaskOptions):
-    """Distinct digits, sorted over several turns with the tool of the environment "swap", which computes the reward.
+    """Sorting distinct digits over several turns, with the tool of the environment "swap", which computes the reward.
 
-    "4213=" is solved by "13?1243=34?1234==.": positions to swap, the row that follows, and a last turn "=." instead of
-    a call. `Problem.answer` is such a transcript with the fewest swaps.
+    "4213=" is solved by "13?1243=34?1234==.": each call "13?" has the positions to swap and is followed by the new row;
+    the last turn is "=." instead of a call. `Problem.answer` is such a transcript with the fewest swaps.
     """
 
     digits: int = Field(4, ge=3, le=6, description="how many distinct digits are sorted")
@@ -173,13 +173,13 @@ def _task(name: str, train: Sequence[Problem], test: Sequence[Problem], max_toke
 def insertions(text: str) -> str:
     """Returns the rows of an insertion sort, joined by "=": "3142" -> "1342=1342=1234".
 
-    Row k has the first k + 1 digits sorted and the others as they were.
+    In row k (counted from 1), the first k + 1 digits are sorted.
     """
     return "=".join("".join(sorted(text[:count])) + text[count:] for count in range(2, len(text) + 1))
 
 
 def fewest_swaps(row: str) -> list[tuple[int, int]]:
-    """Returns swaps that sort a row of distinct digits, as positions from 1, filling the row from the left."""
+    """Returns the fewest swaps that sort a row of distinct digits, from left to right; positions count from 1."""
     digits: list[str] = list(row)
     swaps: list[tuple[int, int]] = []
     for first, digit in enumerate(sorted(row)):
@@ -199,9 +199,9 @@ def transcript(row: str) -> str:
     return text + "=."
 
 
-# Entry i of a dataset is usually drawn with seed + i: neighbouring seeds would give the two splits the same entries.
+# Entry i of a dataset is usually drawn with seed + i: with neighboring seeds, the two splits would share entries.
 SEED_STRIDE = 100_000_000
-STEP = 7919  # a prime: where to look next when a training question is also a test question
+STEP = 7919  # a prime: the index is advanced by it if a training question is also a test question
 REDRAWS = 64
 DRAWS = 4  # entries drawn per wanted test problem, to allow for repeated questions
 CHAT = Chat(
@@ -211,9 +211,9 @@ CHAT = Chat(
 
 
 class ReasoningGym(StyleOptions):
-    """Any reasoning-gym dataset, by name and config, scored by that dataset's own scorer.
+    """Any reasoning-gym dataset, by name and config, scored by the scorer of the dataset.
 
-    Problems carry in `extra` what regenerates their entry (dataset, config, seed, size, index); nothing else is stored.
+    `Problem.extra` has what the scorer needs to generate the entry again: dataset, config, seed, size and index.
     """
 
     dataset: str = Field(description="a reasoning-gym dataset, e.g. chain_sum")
@@ -266,7 +266,7 @@ class ReasoningGym(StyleOptions):
         )
 
     def _problems(self, seed: int, size: int, split: str) -> Procedural:
-        """Returns the problems of one generated data set."""
+        """Returns the problems of one reasoning-gym dataset, generated on access."""
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 

@@ -1,8 +1,8 @@
-"""A mixture of tasks: each training problem is of one of several tasks, which are drawn in proportion to their weights.
+"""A mixture of tasks: training problems come from several tasks, in proportion to the weights of the tasks.
 
-An epoch contains every problem of every task. Tasks whose problems would not fill their share are repeated in it; the
-stream of prompts shuffles it by the run's seed. The id of a problem begins with the label of its task ("gsm8k/12"), in
-trajectory files too, and `extra["task"]` is that label.
+An epoch contains every problem of every task; problems of a task that is too small for its share are repeated. The
+stream of prompts shuffles the epoch by the seed of the run. The id of a problem begins with the label of its task
+("gsm8k/12"), also in trajectory files, and `extra["task"]` is the label.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trimtab.trainer.tasks.task import Procedural, TaskOptions
 from trimtab.types import Problem, RewardSpec, Task
 
 EPOCH = 10_000_000
-"""Longest epoch: a rare task beside a large one would need more to show every problem of the large one."""
+"""Upper bound of an epoch. A large task with a small weight would need a longer epoch to show all of its problems."""
 
 
 class MixturePart(BaseModel):
@@ -79,10 +79,10 @@ class MixtureOptions(TaskOptions):
 
 @dataclass(frozen=True)
 class Mixture:
-    """The tasks by label and the problems of all; implements `trimtab.types.Task`."""
+    """A mixture of built tasks; implements `trimtab.types.Task`."""
 
     name: str
-    parts: Mapping[str, Task]
+    parts: Mapping[str, Task]  # by label
     train: Sequence[Problem]
     test: Sequence[Problem]
     rewards: tuple[RewardSpec, ...]
@@ -109,7 +109,7 @@ class Mixture:
 
 
 def _mixed(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> Sequence[Problem]:
-    """Returns the problems of an epoch, task after task, each as often as its weight says."""
+    """Returns the problems of an epoch, task after task; the number of problems of a task is given by its weight."""
     epoch = max(len(problems[label]) / weight for label, weight in weights.items())
     epoch = min(epoch, EPOCH / sum(weights.values()))
     labels = list(weights)
@@ -124,7 +124,7 @@ def _mixed(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, floa
 
 
 def _interleaved(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> list[Problem]:
-    """Returns all problems in an order in which the first ones are in proportion to the weights too."""
+    """Returns all problems, interleaved so that the first n problems are roughly in proportion to the weights."""
     keyed = [
         ((place + 0.5) / weight, which, place)
         for which, (label, weight) in enumerate(weights.items())

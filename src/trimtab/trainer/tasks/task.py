@@ -1,10 +1,10 @@
-"""What tasks are made of: prompt templates (plain, few-shot or chat), options, and a task ready for use.
+"""Building blocks of tasks: prompt templates (plain, few-shot or chat), options, and the built task.
 
-A template is ordinary text with the words `{question}` and (few-shot) `{answer}`. Only these two are replaced, in one
-pass, so braces of LaTeX in a template or in a question mean nothing special.
+A template is plain text with the placeholders `{question}` and (few-shot) `{answer}`. Only these two are replaced, in
+one pass, so LaTeX braces in a template or in a question need no escaping.
 
-Of each template `prompt` returns the whole prompt, special tokens included, `target` the continuation that states an
-answer, without its ending, and `style` is a description for reports.
+Each template class has the method `prompt`, which returns the whole prompt with its special tokens, the method
+`target`, which returns the continuation that states an answer, without a stop string, and `style`, a description.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trimtab.types import Problem, RewardSpec, Task
 
 FEW_SHOT = "Question: {question}\nAnswer: {answer}\n\n"
 CHAT_TOKENS = 512
-SPARE_TOKENS = 8  # room for a blank, a currency sign, a stop
+SPARE_TOKENS = 8  # for a space, a currency sign, a stop string
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A template with the question only."""
+    """A template that contains only the question."""
 
     text: str = "{question}"
 
@@ -46,9 +46,9 @@ class Plain:
 
 @dataclass(frozen=True)
 class FewShot:
-    """Worked examples, then the same text for the question up to the answer.
+    """A template with worked examples, followed by the same text for the question, up to the answer.
 
-    Blanks before `{answer}` are not in the prompt: one that ends in a blank would split the token " 12".
+    The prompt leaves out spaces before `{answer}`: a prompt that ends in a space would split the token " 12".
     """
 
     examples: Sequence[Problem]
@@ -62,7 +62,7 @@ class FewShot:
 
     @property
     def ending(self) -> str:
-        """The character that follows an answer, at which a response stops."""
+        """The character that follows an answer in the template: a response stops there."""
         after = self.text.partition("{answer}")[2]
         if not after:
             raise TrimtabError(f"template {self.text!r}: let a line break or another mark follow {{answer}}")
@@ -90,7 +90,7 @@ class Chat:
 
     text: str = "{question}"
     system: str | None = None
-    answer: str = "{answer}"  # the form in which the text asks for the answer
+    answer: str = "{answer}"  # the form of the answer that the text requests
 
     def __post_init__(self) -> None:
         _require_once(self.text, "question")
@@ -118,7 +118,7 @@ Template = Plain | FewShot | Chat
 
 
 def fill(template: str, **values: str) -> str:
-    """Returns `template` with `{name}` replaced for the given names only, in one pass (values are not searched)."""
+    """Returns `template` with `{name}` replaced for the given names, in one pass: values are not searched again."""
     names = "|".join(values)
     return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
 
@@ -129,9 +129,10 @@ def _require_once(template: str, name: str) -> None:
 
 
 def beginning(tokenizer: Any) -> str:
-    """Returns the token this tokenizer puts before every text (Llama's <s>), or "" (GPT-2, SmolLM2, Qwen).
+    """Returns the token that the tokenizer puts before every text (Llama: <s>), or "" (GPT-2, SmolLM2, Qwen).
 
-    Prompts are tokenized without special tokens because a chat template contains its own; plain text needs it.
+    Prompts are tokenized without adding special tokens, because chat templates contain them. Plain prompts must
+    therefore begin with this token.
     """
     bos = getattr(tokenizer, "bos_token", None)
     if bos is None:
@@ -141,21 +142,18 @@ def beginning(tokenizer: Any) -> str:
 
 
 class TaskOptions(BaseModel):
-    """Keywords of a kind of task: unknown ones are errors, values are immutable."""
+    """The keywords of a kind of task. Unknown keywords are errors, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def build(self) -> Task:
-        """Returns the task. Raises `TrimtabError` for options that do not fit each other or the data."""
+        """Returns the task. Raises `TrimtabError` if options contradict each other or the data."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task ready for use; implements `trimtab.types.Task`.
-
-    `instructions` is text before every prompt, `schemas` describe tools in the chat template.
-    """
+    """A built task; implements `trimtab.types.Task`."""
 
     name: str
     train: Sequence[Problem]
@@ -165,8 +163,8 @@ class BuiltTask:
     stop: tuple[str, ...]
     max_tokens: int
     notes: tuple[str, ...] = ()
-    instructions: str = ""
-    schemas: tuple[Mapping[str, Any], ...] = ()
+    instructions: str = ""  # text before every prompt
+    schemas: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of tools, for the chat template
 
     @property
     def prompt_style(self) -> str:
@@ -184,13 +182,13 @@ class BuiltTask:
     def with_tools(
         self, stop: tuple[str, ...], schemas: Sequence[Any], instructions: str, description: str
     ) -> BuiltTask:
-        """Returns the task as part of multi-turn episodes.
+        """Returns the task for multi-turn episodes.
 
         Args:
-            stop: the strings that end a call.
+            stop: the strings that end a tool call.
             schemas: JSON schemas of the tools, for the chat template.
             instructions: text before every prompt.
-            description: of the tools, for prompts that have neither instructions nor a system turn of the user's.
+            description: describes the tools; used if the user gave neither instructions nor a system turn.
         """
         chat = isinstance(self.template, Chat)
         if schemas and not chat:
@@ -218,7 +216,7 @@ class BuiltTask:
 
 
 class Procedural(Sequence[Problem]):
-    """A sequence of `size` problems computed on access by the pure function `make(index)`."""
+    """A sequence of `size` problems; the pure function `make(index)` computes a problem on access."""
 
     def __init__(self, size: int, make: Callable[[int], Problem]) -> None:
         self._size = size
@@ -252,7 +250,10 @@ class StyleOptions(TaskOptions):
 def split_shots(
     options: StyleOptions, worked: Sequence[Problem], train: Sequence[Problem], where: str
 ) -> tuple[list[Problem], list[Problem]]:
-    """Returns worked examples (`worked`, else drawn from the training split) and the remaining training problems."""
+    """Returns the worked examples and the training problems that remain.
+
+    The examples are taken from `worked` if there are any, otherwise drawn from the training split.
+    """
     if options.style != "few-shot":
         return [], list(train)
     if worked:
@@ -274,10 +275,10 @@ def split_shots(
 
 
 def build_template(options: StyleOptions, shots: Sequence[Problem], chat: Chat) -> Template:
-    """Returns the template of these options.
+    """Returns the template that the options describe.
 
-    A chat asks as `chat` does; with a template from the user, the answer has the form `chat.answer` only if that
-    template asks for it.
+    `chat` is the default chat template. If the user gave another text, answers have the form `chat.answer` only if that
+    text requests it.
     """
     if options.system is not None and options.style != "chat":
         raise TrimtabError(f"system: only style = 'chat' has a system turn, not {options.style!r}")
@@ -293,12 +294,10 @@ def build_template(options: StyleOptions, shots: Sequence[Problem], chat: Chat) 
 def limits(
     options: StyleOptions, template: Template, shots: Sequence[Problem], answers: Sequence[str], where: str
 ) -> tuple[tuple[str, ...], int]:
-    """Returns stop strings and the response limit in tokens.
+    """Returns the stop strings and the response limit in tokens.
 
-    Raises `TrimtabError` if an answer contains a stop string.
-
-    A few-shot response may be as long as the longest worked example followed by the longest answer, with one token
-    for each character.
+    The default limit of few-shot responses is the number of characters of the longest worked example and the longest
+    answer, plus a few tokens. Raises `TrimtabError` if an answer contains a stop string.
     """
     stop = options.stop
     if stop is None:
