@@ -204,8 +204,8 @@ class Measured:
     views: Mapping[str, View]
     split: DriftSplit
     scatter: np.ndarray  # counts (bins, bins): trainer probability in rows, sampler probability in columns
-    # At most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for analyses that
-    # need all tokens at once.
+    # At most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for analyses
+    # that need all tokens at once.
     sample: TokenTable
     rescored: RescoredSides | None = None  # the side that is wrong; None without ids scored again
     placeholders: tuple[Placeholder, ...] = ()  # constants in place of log-probs
