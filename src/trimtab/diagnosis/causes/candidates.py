@@ -159,7 +159,7 @@ def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
-    """Yields whether the probability decides where logits move, and whether on a line, in responses that differ."""
+    """Yields whether the probability decides where logits move, and whether on a line, in responses that carry it."""
     carried = np.isin(undecided.row, carriers(undecided)[0])
     undecided = undecided.select(carried) if carried.sum() >= MIN_UNRELATED else undecided
     part = part_by_probability(undecided)

@@ -112,8 +112,8 @@ def parts_of(values: np.ndarray) -> np.ndarray:
 def carriers(undecided: LogprobPairs) -> tuple[np.ndarray, int]:
     """Returns the rows that carry the difference, and the number of rows compared (with enough undecided tokens).
 
-    Only if the mean log sizes of rows form two groups far apart, the larger ones carry it. Sizes are centered by step
-    first, since a size that grows over steps also differs between responses.
+    If the mean log sizes of rows form two groups far apart, the larger group carries it; otherwise no row does. Sizes
+    are centered by step first, since a size that grows over steps also differs between responses.
     """
     size = log_size(undecided.shift)
     size = size if undecided.step is None else centered(size, undecided.step)

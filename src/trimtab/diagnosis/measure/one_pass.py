@@ -179,7 +179,8 @@ def _repeated(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
 def _advantages(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
     """Yields findings if advantages of groups with equal rewards are not 0, or if advantages fall as rewards rise.
 
-    of: (responses, 2), group and step."""
+    of: (responses, 2), group and step.
+    """
     if sample.reward is None or sample.advantage is None:
         return
     known = np.isfinite(sample.reward) & np.isfinite(sample.advantage)

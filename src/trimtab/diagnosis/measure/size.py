@@ -39,7 +39,7 @@ _FIRST_PART = 4096  # values tested first, which rule out most grids
 
 
 class RoundingDetector:
-    """Detects to which grid the log-probs of a column were rounded: the grids that hold all values so far."""
+    """Detects the grid that the log-probs of a column were rounded to, from the grids that hold all values so far."""
 
     def __init__(self) -> None:
         self._bfloat16 = self._float16 = True
