@@ -1,7 +1,7 @@
-"""Compares two diagnoses (`trimtab diagnose A --against B`): whether the mismatch is larger beyond chance.
+"""Compares two diagnoses (`trimtab diagnose A --against B`): whether k3 differs by more than chance.
 
-`Comparison` holds the numbers; the functions below `_change` put them into the sentences and tables that the terminal,
-Markdown and the page print.
+`Comparison` holds the numbers; the functions below `_change` turn them into the sentences and tables of the terminal,
+Markdown and the page.
 """
 
 from __future__ import annotations
@@ -21,43 +21,40 @@ from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.intervals import Interval, cluster_intervals
 from trimtab.text import format_number, format_percent
 
-TAIL = 0.01  # share of the tokens that make up the tail: those with the largest log-ratios
-_FEWEST_CLUSTERS = 5  # fewest clusters of a side for which intervals are given
+TAIL = 0.01  # share of the tokens that form the tail: those with the largest |log-ratio|
+_FEWEST_CLUSTERS = 5  # no intervals if a side has fewer clusters
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
-_AGREE = ("exact", "rounding")  # verdicts of a size without a mismatch
+_AGREE = ("exact", "rounding")  # verdicts that mean: no mismatch beyond rounding
 HEADS = ("", "A", "B", "A against B")
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The first diagnosis (A) compared with the second (B).
+    """A comparison of two diagnoses: the first (A) against the second (B).
 
-    k3, ratio_mean: first over second. tail: first minus second, of the share of k3 that 1% of the tokens hold; `tails`
-    are the two shares. All with 95% intervals over responses, NaN ends where there are too few; the value is NaN where
-    a side is 0. paired: "response" or "prompt" where at least half of those of the smaller side occur on both, by which
-    the intervals are paired, else empty; `pairs` of them do. names: of the files, empty
-    where they are left out.
+    Intervals are at 95%, over responses. Their ends are NaN with too few responses; a value is NaN if a side is 0.
     """
 
     first: Diagnosis
     second: Diagnosis
-    k3: Interval
-    ratio_mean: Interval
-    tail: Interval
-    tails: tuple[float, float]
+    k3: Interval  # k3 of A / k3 of B
+    ratio_mean: Interval  # mean ratio of A / mean ratio of B
+    tail: Interval  # tails[0] - tails[1]
+    tails: tuple[float, float]  # share of k3 in the 1% of the tokens with the largest |log-ratio|, of A and of B
+    # "prompt" or "response" if the smaller side shares at least half of them, so that intervals are paired; else "".
     paired: str
-    pairs: int
-    names: tuple[str, str] = ("", "")
+    pairs: int  # number of prompts or responses that occur in both
+    names: tuple[str, str] = ("", "")  # names of the files; empty if redacted
 
     @property
     def differs(self) -> bool | None:
-        """Whether the size differs by more than chance; None where this cannot be said."""
+        """Whether k3 differs by more than chance; None without an interval."""
         return beyond_chance(self.k3, 1.0)
 
     @property
     def sides(self) -> tuple[tuple[str, str, Diagnosis], ...]:
-        """Letter, name of the files and diagnosis of both."""
+        """Letter, file names and diagnosis of each side."""
         return ("A", self.names[0], self.first), ("B", self.names[1], self.second)
 
 
@@ -69,7 +66,7 @@ def beyond_chance(change: Interval, equal: float) -> bool | None:
 
 
 def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "")) -> Comparison:
-    """Compares by the samples of both diagnoses."""
+    """Compares two diagnoses by their samples of tokens."""
     sides = [TrainedTokens.of(diagnosis.measured.sample, 0) for diagnosis in (first, second)]
     clusters, paired, pairs = _clusters(*sides)
     few = min(len(np.unique(side)) for side in clusters) < _FEWEST_CLUSTERS
@@ -84,9 +81,9 @@ def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "
 
 
 def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.ndarray, np.ndarray], str, int]:
-    """Returns the cluster of each response of both sides, what pairs them, and how many pairs there are.
+    """Returns the bootstrap clusters of the responses of both sides, what pairs them, and the number of pairs.
 
-    A cluster is a prompt, or a response where prompts are unknown; what occurs on both sides is one cluster.
+    A cluster is a prompt, or a response if prompts are unknown. A prompt or response of both sides is one cluster.
     """
     tables = first.table, second.table
     by = "prompt" if all(table.prompt is not None for table in tables) else ""
@@ -101,11 +98,11 @@ def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.nda
 
 
 def _keys(tokens: TrainedTokens, by: str) -> np.ndarray:
-    """Returns the prompt of each response (responses,), a hash of its ids, or its group or else its own number."""
+    """Returns a key of each response (responses,): its prompt, a hash of its ids, its group, or its own index."""
     table, ids = tokens.table, tokens.table.ids
     if by == "response" and ids is not None:
         starts = table.starts
-        # Not `hash`, whose salt would order the clusters, and so draw them, in another way in each process.
+        # Not `hash`: its salt would change the order of the clusters, and so the draws, in each process.
         digests = (blake2b(ids[starts[row] : starts[row + 1]].tobytes(), digest_size=8) for row in tokens.responses)
         return np.frombuffer(b"".join(digest.digest() for digest in digests), np.uint64)
     column = table.prompt if by else table.group
@@ -113,14 +110,14 @@ def _keys(tokens: TrainedTokens, by: str) -> np.ndarray:
 
 
 def _sums(tokens: TrainedTokens, cluster: np.ndarray) -> np.ndarray:
-    """Returns of each cluster (clusters, 4) the sums of tokens, ratio - 1, k3, and k3 of the tail."""
+    """Returns the sums of each cluster (clusters, 4): tokens, ratio - 1, k3, and k3 of the tail."""
     far = tokens.size >= np.quantile(tokens.size, 1 - TAIL)
     columns = (tokens.lengths, *(map(tokens.over, (tokens.excess, tokens.k3, np.where(far, tokens.k3, 0.0)))))
     return np.stack([np.bincount(cluster, weights=column, minlength=CLUSTERS) for column in columns], axis=1)
 
 
 def _statistics(sums: Tensor) -> dict[str, Tensor]:
-    """Returns the differences of both sides from sums (..., 8): of logarithms, and of the share of the tail."""
+    """Returns A - B from sums (..., 8): of log k3, of the log of the mean ratio, and of the tail's share of k3."""
     sides = [side.unbind(-1) for side in sums.chunk(2, dim=-1)]
     k3 = [(k3 / tokens).log() for tokens, _, k3, _ in sides]
     means = [torch.log1p(excess / tokens) for tokens, excess, _, _ in sides]
@@ -147,7 +144,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
 
 
 def rows(comparison: Comparison) -> list[tuple[str, str]]:
-    """Returns label and text of each line of the terminal."""
+    """Returns the label and the text of each terminal line."""
     lines = [("" if index else "verdict", text) for index, text in enumerate(verdict_lines(comparison))]
     lines += [(letter, f"{name and f'{name}: '}{side.answer.read}") for letter, name, side in comparison.sides]
     changes = figures(comparison)[:3]
@@ -156,7 +153,7 @@ def rows(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def figures(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Returns rows of the table of `HEADS`: each figure of A and of B, and what changed."""
+    """Returns the table rows below `HEADS`: the name of a figure, its value in A and in B, and the change."""
     sides = [side.answer for _, _, side in comparison.sides]
     return [
         ("k3", *(side.figures["k3"].text for side in sides), _change_text(comparison.k3, 1.0, _factor)),

@@ -1,8 +1,8 @@
 """The result of a diagnosis, and its answer: the sentences that the terminal, Markdown, the page and JSON print.
 
-`Diagnosis.answer` makes every sentence once; the files of `output` lay them out and say nothing of their own. Another
-kind of answer is one more field of `Answer`. What a cause means and its remedy are in causes.toml, faults that were
-reported in public in known_faults.toml.
+`Diagnosis.answer` writes each sentence once; the modules of `output` only lay the sentences out. A new kind of sentence
+is a new field of `Answer`. causes.toml has the meaning and remedy of each cause, known_faults.toml the faults that were
+reported in public.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from trimtab.errors import Finding
 from trimtab.runs.metric_catalog import K3, judge
 from trimtab.text import format_count, format_number, format_percent
 
-WIDE = 3.0  # ratio of the ends of an interval of the mean ratio beyond which it does not support a mean of 1
+WIDE = 3.0  # if high / low of the mean ratio's interval is larger, it does not support a mean of 1
 CLOSE = 1e-3  # a mean ratio this close to 1 is accepted, however narrow its interval is
-MOST_KNOWN = 3  # largest number of known faults that is shown under a cause
+MOST_KNOWN = 3  # largest number of known faults shown under a cause
 MOST_SPOTS = 3  # largest number of hotspots that the answer names
 SHOWN = 3  # number of families of candidates that the answer names
 PROOF = {
@@ -55,21 +55,21 @@ Kind = Literal["healthy", "proven", "fits", "differential"]
 
 
 class Family(NamedTuple):
-    """The candidates that one test tells apart: the likely ones, and the test with what it finds for each."""
+    """Candidates that one test tells apart: the likely candidates, and the test with its result for each."""
 
     likely: Sequence[Candidate]
     test: str
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Family:
-        """Takes those with at least a tenth of the odds of the first one as likely; only the test names others."""
+        """Takes candidates with at least a tenth of the first one's odds as likely; only the test names the others."""
         results = "; ".join(f"it is {one.name} if {one.result}" for one in candidates)
         likely = [one for one in candidates if one.odds >= 0.1 * candidates[0].odds]
         return cls(likely, f"{candidates[0].test}: {results}")
 
     @property
     def text(self) -> str:
-        """What the likely candidates are, what speaks for and against each, and their test."""
+        """The likely candidates, the signs for and against each, and their test."""
         parts = []
         for one in self.likely:
             signs = "; but ".join(filter(None, (one.speaks_for, one.speaks_against)))
@@ -79,54 +79,42 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a diagnosis says.
+    """The sentences and figures of a diagnosis."""
 
-    severity: good or warn. kind: healthy; proven, where undoing a cause heals or the files state it; fits, where
-    the first cause is only of that size and shape; differential, where no cause is named. cause: what the first
-    cause means and how sure it is. verdict: the first two causes, the candidates unless one is proven, and what to
-    do first, each after its label ("", Also, Candidate 1, First). read, size, masked, where, split: sentences about
-    the data; masked is empty where no response is masked. mean_ratio: good, warn or plain (undecided), and the
-    sentence. figures: the statistics of the mismatch by key; outside: the healthy range of those outside of it.
-    faults: the remedy, by name, of the causes and findings that must be repaired before any correction. findings:
-    everything that was found, the causes first. families: the candidates that are shown. known: faults that were
-    reported in public, by cause. method: the recommended preset, after the condition under which it is one. outcome:
-    that of the recommended preset.
-    """
-
-    severity: str
+    severity: str  # good or warn
+    # healthy; proven: undoing the cause removes the mismatch, or the files state it; fits: only size and shape of the
+    # mismatch match the first cause; differential: no cause is named.
     kind: Kind
-    cause: str
+    cause: str  # what the first cause means, and how certain it is
+    # Texts after their labels: the first two causes ("", Also), candidates unless a cause is proven (Candidate 1), and
+    # what to do first (First).
     verdict: tuple[tuple[str, str], ...]
     read: str
     size: str
-    masked: str
-    mean_ratio: tuple[str, str]
+    masked: str  # responses that the trainer masks out; "" without any
+    mean_ratio: tuple[str, str]  # good, warn or plain (undecided), and the sentence
     where: str
     split: str
-    figures: Mapping[str, Figure]
-    outside: Mapping[str, str]
-    faults: Mapping[str, str]
-    findings: tuple[Finding, ...]
-    families: tuple[Family, ...]
-    known: Mapping[str, tuple[KnownFault, ...]]
-    method: str
-    outcome: PresetOutcome | None
+    figures: Mapping[str, Figure]  # statistics of the mismatch by key
+    outside: Mapping[str, str]  # healthy range of each figure that is outside its range, by key
+    faults: Mapping[str, str]  # remedies, by name, of causes and findings to repair before any correction
+    findings: tuple[Finding, ...]  # all findings, the causes first
+    families: tuple[Family, ...]  # the candidates that are shown
+    known: Mapping[str, tuple[KnownFault, ...]]  # faults that were reported in public, by cause
+    method: str  # the recommended preset, after its condition if it has one
+    outcome: PresetOutcome | None  # effect of the recommended preset on the data
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """The result of `trimtab diagnose`.
-
-    texts: those of the token ids in the views, if a tokenizer is known. candidates: what may be behind a difference
-    that no cause proves, most likely first.
-    """
+    """The result of `trimtab diagnose`."""
 
     measured: Measured
     causes: tuple[Cause, ...]
     outcomes: tuple[PresetOutcome, ...]
     recommendation: Recommendation
-    texts: Mapping[int, str] = field(default_factory=dict)
-    candidates: tuple[Candidate, ...] = ()
+    texts: Mapping[int, str] = field(default_factory=dict)  # texts of the views' token ids, if a tokenizer is known
+    candidates: tuple[Candidate, ...] = ()  # possible causes of an unproven difference, most likely first
 
     @cached_property
     def answer(self) -> Answer:
@@ -145,7 +133,7 @@ class Diagnosis:
         method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
         shown = () if kind == "healthy" else tuple(map(Family.of, families(self.candidates)[:SHOWN]))
         first = _first_step(self, shown, faults, kind, doubt, f"use the correction {method}")
-        # Without a cause, what must be repaired in the files is what was found.
+        # Without a cause, the verdict is the first fault of the files.
         nothing = (
             cause_text(None) if kind == "healthy" else "k3 is outside its healthy range, in too few tokens to tell why"
         )
@@ -195,7 +183,7 @@ def _kind(causes: Sequence[Cause], severity: str) -> Kind:
 
 
 def cause_text(cause: Cause | None) -> str:
-    """Returns what a cause means and how sure it is; that there is none for None."""
+    """Returns what a cause means and how certain it is; for None, that no cause stands out."""
     if cause is None:
         return "Trainer and sampler agree: no cause stands out above the noise floor"
     word = next(word for least, word in CERTAINTY if cause.confidence >= least)
@@ -205,16 +193,16 @@ def cause_text(cause: Cause | None) -> str:
 
 
 def _severity(measured: Measured, causes: Sequence[Cause], faults: Mapping[str, str]) -> str:
-    """Returns good if k3 is healthy, also with masked responses, and `precision` is all that was found, if anything."""
+    """Returns good if k3 is healthy, with masked responses too, and nothing or only `precision` was found."""
     harmless = all(cause.name == "precision" for cause in causes) and not faults
     k3 = [measured.size.mismatch["k3"], *([measured.origin.masked.k3_with] if measured.origin.masked else [])]
     return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"
 
 
 def _doubtful(causes: Sequence[Cause], verdict: str) -> CauseKind | None:
-    """Returns the kind of the first cause that may be intended or a fault, since neither files nor recipe state it.
+    """Returns the kind of the first cause that may be a fault: it is not stated, or k3 is beyond every range.
 
-    Rounding that is left beside another cause is not doubted.
+    Skips `precision` if there is another cause.
     """
     causes = [cause for cause in causes if cause.name != "precision"] or causes
     return next((CAUSES[cause.name] for cause in causes if verdict == "beyond" or not cause.is_stated), None)
@@ -230,12 +218,12 @@ def _first_step(
 ) -> str:
     """Returns what to do first.
 
-    Log-probs show that a difference is there and how large it is, not that it is meant. So only what the files or the
-    recipe state needs no repair, and that only at sizes that are published for working setups.
+    Log-probs show that there is a difference and its size, not whether it is intended. So a cause needs no repair only
+    if the files or the recipe state it, and if k3 is in a range published for working setups.
     """
     if shown and diagnosis.candidates[0].found:
         return "Repair that, then run diagnose again."
-    for finding in diagnosis.measured.origin.findings:  # of the files themselves
+    for finding in diagnosis.measured.origin.findings:  # findings about the files
         if finding.status == "fail":
             return finding.next_step
     if kind == "differential" and shown:
@@ -245,7 +233,7 @@ def _first_step(
     if faults:
         return next(iter(faults.values()))
     if kind == "healthy":
-        # Recommended only where trainer and sampler agree to rounding.
+        # `grpo` is recommended only if trainer and sampler agree up to rounding.
         use = "no correction is needed" if diagnosis.recommendation.preset == "grpo" else method
         odd = [f"{one.next_step}." for one in diagnosis.measured.origin.findings if one.name in OF_BATCH]
         return (
@@ -285,7 +273,7 @@ def _masked_text(origin: DataSummary) -> str:
 
 
 def mean_ratio_text(size: MismatchSize) -> tuple[str, str]:
-    """Tests whether the mean ratio is 1, as it is if the log-probs are those of the sampling distribution.
+    """Tests whether the mean ratio is 1, as it must be if the log-probs are of the sampling distribution.
 
     Returns good, warn or plain (undecided), and the result in words.
     """
@@ -344,8 +332,8 @@ def _where_text(measured: Measured, causes: Sequence[Cause], texts: Mapping[int,
 def _shown(cause: str, data: DataSummary, faults: Mapping[str, str], severity: str) -> tuple[KnownFault, ...]:
     """Returns the known faults to show under a cause.
 
-    Where versions are unknown, noise is blamed on faults of the same trainer only, and that only where nothing must be
-    repaired first and the data is not healthy.
+    A fault is shown if it affects the versions of the data, or if the cause must be repaired. Any other fault must be
+    of the same trainer, nothing may need repair first, and the data must not be healthy.
     """
     loud = not faults and severity != "good"
     found = [

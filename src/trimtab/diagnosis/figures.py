@@ -35,18 +35,14 @@ def _form(key: str) -> Callable[[float], str]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A statistic of the mismatch as text.
-
-    value: with enough digits to tell it from the ends of its healthy range. interval: at 95%, empty without one.
-    healthy: that range. judged: healthy or outside, as report.html marks it; empty without a range.
-    """
+    """A statistic of the mismatch as text."""
 
     name: str
     meaning: str
-    value: str
-    interval: str
-    healthy: str
-    judged: str
+    value: str  # with enough digits to tell it from the ends of its healthy range
+    interval: str  # at 95%; "" without an interval
+    healthy: str  # the healthy range
+    judged: str  # healthy or outside, as report.html marks it; "" without a healthy range
 
     @classmethod
     def of(cls, size: MismatchSize, key: str) -> Figure:
@@ -57,7 +53,7 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The value as `1.9e-4 (1.7e-4 to 2.1e-4)`, without parentheses if it has no interval of any width."""
+        """The value as `1.9e-4 (1.7e-4 to 2.1e-4)`, or alone if its interval is missing or has no width."""
         has_width = self.interval and self.interval != f"{self.value} to {self.value}"
         return f"{self.value} ({self.interval})" if has_width else self.value
 

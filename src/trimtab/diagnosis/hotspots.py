@@ -1,4 +1,4 @@
-"""Where the mismatch is: parts of the data that have more of it than their share of the tokens."""
+"""Finds hotspots: parts of the data whose share of the k3 exceeds their share of the tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Hotspot:
 def hotspots(measured: Measured, texts: Mapping[int, str]) -> list[Hotspot]:
     """Returns at most one hotspot per view, by descending excess of k3.
 
-    Entropy is included only without a hotspot of the behavior probability, which is closely related. `texts`: of token
-    ids, where known.
+    Entropy is left out if the behavior probability has a hotspot, since the two are closely related. `texts`: texts of
+    token ids, if known.
     """
     if not measured.size.mismatch.get("k3", math.nan) > 0:
         return []

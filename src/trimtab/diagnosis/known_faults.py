@@ -1,4 +1,4 @@
-"""Faults of engines and trainers that were reported in public (known_faults.toml), matched with data."""
+"""Faults of engines and trainers that were reported in public (known_faults.toml), and which of them fit the data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def known_faults() -> tuple[KnownFault, ...]:
 
 
 def matches(cause: str, data: DataSummary) -> list[KnownFault]:
-    """Returns the faults that a cause may come from: those of known versions first, then those of the same trainer.
+    """Returns the faults that may be behind a cause: faults of the data's versions first, then of the same trainer.
 
-    A fault is left out where the data is of another trainer or engine, or of versions that are not affected. One whose
-    versions are unknown is left out, too, where it is not known whether the data is of its trainer, or its models.
+    A fault is left out if the data is from another trainer or engine, or from versions that are not affected. If the
+    versions cannot be compared, the data must be known to come from the fault's trainer and models.
     """
-    # The columns of this package are also written by hooks in other trainers, but not with the recipe of a run.
+    # Hooks in other trainers write this package's columns too, but no recipe: without one, the trainer is unknown.
     trainer = "" if data.framework in ("trimtab", "columns") and data.settings is None else data.framework
     layout = LAYOUTS.get(data.framework)
     engine = data.engine or (layout.engine if layout else "")

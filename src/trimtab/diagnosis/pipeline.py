@@ -42,17 +42,17 @@ def diagnose(
     """Compares trainer and sampler by the log-probs in files, folders or run directories.
 
     framework: trimtab, verl, trl, miles, slime, prime-rl, nemo-rl or open-instruct; None detects it by the columns.
-    columns: column names of the files by those of this package (`logp_behavior`, ...).
+    columns: the files' column names, by the names of this package (`logp_behavior`, ...).
     tokenizer: for the texts of token ids: a tokenizer.json, the folder of a model or run that holds one, or a model in
-        the local Hugging Face cache; None uses that of the run.
-    on_progress: called with the current phase and the number of tokens.
-    without: names of causes that are not looked for.
-    redaction: leaves out texts, names of files and what quotes their cells, and replaces token ids by random numbers.
-    prompts: their numbers, shared with another diagnosis so that the same prompts are known as such.
-    stated: what the user says of the run.
+        the local Hugging Face cache; None uses the run's tokenizer.
+    on_progress: called with the current phase and the number of tokens read so far.
+    without: names of causes to skip.
+    redaction: removes texts, file names and quoted cells, and replaces token ids by random numbers.
+    prompts: numbers of prompts; share the dictionary with another diagnosis to recognize prompts of both.
+    stated: what the user states about the run.
 
-    Files are read in blocks, so that memory does not grow with their size. Raises `TrimtabError` when no response is
-    usable or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
+    Files are read in blocks, so memory does not grow with their size. Raises `TrimtabError` if no response is usable
+    or an argument is invalid. Invalid responses are dropped and counted in `measured.origin.dropped`.
     """
     on_progress = on_progress or (lambda _activity, _tokens: None)
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
@@ -100,7 +100,7 @@ def examine(
     prompts: dict[Hashable, int] | None = None,
     stated: Stated = NOTHING_STATED,
 ) -> tuple[Measured, Sequence[Path]]:
-    """Reads and measures files, and returns them; a second time without the placeholders that the first one found."""
+    """Returns the measurements and the files. If placeholders are found, the files are read again without them."""
 
     def once(left_out: tuple[Placeholder, ...] = ()) -> tuple[Measured, Sequence[Path]]:
         counts = ReadCounts(prompts={} if prompts is None else prompts, quotes=redaction is None)

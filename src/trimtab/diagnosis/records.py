@@ -1,8 +1,8 @@
 """The records of `trimtab diagnose`: data read, size and location of the mismatch, causes, recommendation.
 
 `reading` fills `DataSummary` and tables of tokens (`tokens.TokenTable`), `measure` the measurements, `causes` and
-`advice` the rest; `output` only renders them. A ratio is trainer over sampler: proximal (current where the data has no
-proximal) over behavior.
+`advice` the rest; `output` only renders them. A ratio is trainer / sampler: proximal / behavior, or current / behavior
+if the data has no proximal.
 """
 
 from __future__ import annotations
@@ -24,27 +24,24 @@ from trimtab.intervals import Interval
 
 @dataclass(frozen=True)
 class Settings:
-    """Numerics of a run according to its recipe. sampler, trainer: dtypes; autocast: of the trainer, bfloat16 or none.
-
-    coarse: keys and values that quantize the sampler's weights or cache; None where the recipe does not determine it (a
-    server). source: who says so.
-    """
+    """Dtypes and quantization of a run, from its recipe or from the user."""
 
     sampler: str
     trainer: str
-    autocast: str
+    autocast: str  # of the trainer: bfloat16 or none
+    # Keys and values that quantize the sampler's weights or cache; None if the recipe does not determine it (a server).
     coarse: tuple[str, ...] | None
-    source: str = "the run's recipe says"
+    source: str = "the run's recipe says"  # who states the settings
 
     @property
     def bits(self) -> str:
-        """The bits of quantized weights: four bits, or eight bits."""
+        """The width of quantized weights: four bits or eight bits."""
         few = re.search(r"(int|fp|nf|w)[2-5]\b|awq|gptq|bitsandbytes|\b[2-5]bit", ", ".join(self.coarse or ()))
         return "four bits" if few else "eight bits"
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the run's recipe says so, and not the user."""
+        """Whether the settings are from the run's recipe, not from the user."""
         return self.source == Settings.source
 
     @property
@@ -65,15 +62,11 @@ COARSE = ("fp8", "int8", "fp4", "nvfp4", "mxfp4", "int4", "awq", "gptq", "fp8-ca
 
 @dataclass(frozen=True)
 class Stated:
-    """What a user says of the run, which files often do not.
+    """What a user states about the run, which files often lack."""
 
-    sampler: number format of its weights or cache, one of `COARSE` or a dtype; "" if unknown. lag: number of updates
-    by which all of its weights are old; None if unknown. tested: by name of a candidate, whether its test found it.
-    """
-
-    sampler: str = ""
-    lag: int | None = None
-    tested: Mapping[str, bool] = field(default_factory=dict)
+    sampler: str = ""  # number format of the sampler's weights or cache: one of `COARSE` or a dtype; "" if unknown
+    lag: int | None = None  # number of updates by which the sampler's weights lag behind; None if unknown
+    tested: Mapping[str, bool] = field(default_factory=dict)  # by name of a candidate: whether its test found it
 
     def __post_init__(self) -> None:
         """Raises `TrimtabError` for an unknown name or a negative lag."""
@@ -84,7 +77,7 @@ class Stated:
 
     @property
     def settings(self) -> Settings | None:
-        """The settings that `sampler` determines."""
+        """The settings that follow from `sampler`; None if it is unknown."""
         if not self.sampler:
             return None
         name = SIXTEEN_BITS.get(self.sampler, self.sampler)
@@ -97,194 +90,150 @@ NOTHING_STATED = Stated()
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A constant in place of a log-prob, at one kind of place.
+    """A constant in place of log-probs, at one kind of place."""
 
-    column: behavior, trainer or both. place: last (trained token of its response), end, start, stretch (two and more in
-    a row) or single. tokens, responses: how many. uncertain_only: whether certain tokens share value and place, so that
-    it is one only where the other side is uncertain.
-    """
-
-    column: str
+    column: str  # behavior, trainer or both
     value: float
-    place: str
-    tokens: int
-    responses: int
+    place: str  # last (trained token of its response), end, start, stretch (two or more in a row) or single
+    tokens: int  # number of tokens
+    responses: int  # number of responses
+    # Whether only tokens on which the other side is uncertain count: certain tokens have the same value at this place.
     uncertain_only: bool = False
 
 
 @dataclass(frozen=True)
 class DataSummary:
-    """A summary of the data read, complete after the last table.
+    """A summary of the data read, complete after the last table."""
 
-    framework: its name in layouts.toml, or columns where none fits. anchor: proximal or current, whichever is the
-    trainer's. dropped: number of responses dropped, by reason. nonfinite: number of trained tokens dropped because a
-    value is not finite, by column and kind ("logp_behavior -inf", "logp_proximal nan", ...). missing: absent columns,
-    with the analysis that each would allow. findings: other anomalies of the data. settings: numerics from the run's
-    recipe, if it is found beside the files. masked: responses left out of the loss, if there are any. engine: the
-    sampler (vllm, transformers), "" if unknown. versions: of packages, by name, where they are found beside the files.
-    model: its name or folder, "" if unknown. assumes_current: whether versions of the weights that the files lack are
-    taken to be those of a synchronous trainer.
-    """
-
-    framework: str
+    framework: str  # name in layouts.toml; `columns` if no layout fits
     files: int
     responses: int
     tokens: int
     trained: int
-    anchor: str
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    anchor: str  # column of the trainer's log-probs: proximal or current
+    dropped: Mapping[str, int] = field(default_factory=dict)  # responses dropped, by reason
+    # Trained tokens dropped for a value that is not finite, by column and kind ("logp_behavior -inf", ...).
     nonfinite: Mapping[str, int] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
-    settings: Settings | None = None
-    masked: MaskedResponses | None = None
-    engine: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    model: str = ""
-    assumes_current: bool = False
+    missing: Mapping[str, str] = field(default_factory=dict)  # absent columns, with the analysis that each would allow
+    findings: tuple[Finding, ...] = ()  # other anomalies of the data
+    settings: Settings | None = None  # from the run's recipe, if it is beside the files, or from the user
+    masked: MaskedResponses | None = None  # responses left out of the loss, if there are any
+    engine: str = ""  # the sampler (vllm, transformers); "" if unknown
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages, by name, if they are beside the files
+    model: str = ""  # name or folder; "" if unknown
+    assumes_current: bool = False  # whether weight versions are missing and assumed to be a synchronous trainer's
 
 
 @dataclass(frozen=True)
 class MaskedResponses:
-    """The responses that a trainer masks out of its loss, which no other figure covers.
-
-    share: of all responses. k3: over them, in nats per token. k3_with: over them and the trained ones.
-    """
+    """The responses that a trainer masks out of its loss; all other figures exclude them."""
 
     responses: int
-    share: float
-    k3: float
-    k3_with: float
+    share: float  # of all responses
+    k3: float  # over masked responses, nats per token
+    k3_with: float  # over masked and trained responses
 
 
 @dataclass(frozen=True)
 class MismatchSize:
-    """The size of the mismatch.
+    """The size of the mismatch."""
 
-    mismatch: the keys of `trimtab.mismatch(...).finalize()`. intervals: of those that are means or ratios of sums.
-    floor: the k3 that rounding of the stored log-probs alone would cause; floor_note describes that rounding.
-    verdict: `rounding`, or the name of the range of k3 in `metrics.toml`: `exact`, `dense` (up to 1e-3), `small-dense`
-    (up to 1e-2), `moe` (up to 1e-1), `beyond`.
-    by_step: one row per training step, if steps are known.
-    """
-
-    mismatch: Mapping[str, float]
-    intervals: Mapping[str, Interval]
-    floor: float
-    floor_note: str
+    mismatch: Mapping[str, float]  # the keys of `trimtab.mismatch(...).finalize()`
+    intervals: Mapping[str, Interval]  # of the keys that are means or ratios of sums
+    floor: float  # k3 that rounding of the stored log-probs alone would cause
+    floor_note: str  # a sentence about that rounding
+    # `rounding`, or the name of the range of k3 in `metrics.toml`: `exact`, `dense` (up to 1e-3), `small-dense` (up to
+    # 1e-2), `moe` (up to 1e-1) or `beyond`.
     verdict: str
-    by_step: tuple[Mapping[str, float], ...] = ()
+    by_step: tuple[Mapping[str, float], ...] = ()  # one row per training step, if steps are known
 
 
 @dataclass(frozen=True, eq=False)
 class DriftSplit:
-    """The total drift (mean k3), split into mismatch (that of age 0) and staleness (the rest).
+    """The total drift (mean k3 over all tokens), split into mismatch (the drift at age 0) and staleness (the rest)."""
 
-    separable: whether the data has `proximal_version` and tokens of age 0; if not, `why` names what is missing.
-    mismatch, staleness: the two parts, which sum to the mean k3 over all tokens. intervals: 95%, of both; empty with
-    few responses.
-    """
-
-    separable: bool
-    why: str
+    separable: bool  # whether the data has `proximal_version` and tokens of age 0
+    why: str  # what is missing, or how the parts were estimated
     mismatch: float | None = None
     staleness: float | None = None
-    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    intervals: Mapping[str, Interval] = field(default_factory=dict)  # 95%, of both parts; empty with few responses
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Tokens grouped into bins: count, mean ratio, mean log-ratio, k3, mean |log-ratio| and quantiles of each bin.
+    """Tokens grouped into bins, with statistics of each bin; arrays are (bins,)."""
 
-    name: probability, position, length, token, prompt, turn (positions around its boundaries), turn-number,
-    observation (tokens since the last one), version (age in updates), entropy. low, median, high: 2%, 50% and 98%
-    quantile of the log-ratio. Each array is (bins,); labels are the displayed names; edges are (bins + 1,) where bins
-    are intervals. columns: further arrays by name, such as `responses` of the length view.
-    """
-
+    # probability, position, length, token, prompt, turn (positions around the boundaries of turns), turn-number,
+    # observation (tokens since the last observation), version (age in updates) or entropy.
     name: str
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # displayed names of the bins
     count: np.ndarray
     ratio_mean: np.ndarray
     log_ratio_mean: np.ndarray
     k3: np.ndarray
-    abs_mean: np.ndarray
-    low: np.ndarray
+    abs_mean: np.ndarray  # mean |log-ratio|
+    low: np.ndarray  # 2% quantile of the log-ratio
     median: np.ndarray
-    high: np.ndarray
-    edges: np.ndarray | None = None
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    high: np.ndarray  # 98% quantile of the log-ratio
+    edges: np.ndarray | None = None  # (bins + 1,) if bins are intervals
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # further arrays, such as `share` of the token view
     note: str = ""
 
 
 @dataclass(frozen=True)
 class RescoredSides:
-    """Which side is wrong according to the ids scored again from the same checkpoint (`trimtab rescore`).
+    """Which side is wrong, by a column of log-probs that the same checkpoint computed again (`trimtab rescore`).
 
-    side: sampler, trainer, both or neither. sampler, trainer: k3 between each and the column scored again; mismatch:
-    between the two; nats per token. is_other_model: whether both are nearer to one another than to that column, as
-    where the checkpoint is not that of these responses. tokens: number of trained tokens.
+    Intervals are of k3, in nats per token.
     """
 
-    side: str
-    sampler: Interval
-    trainer: Interval
-    mismatch: Interval
-    is_other_model: bool
-    tokens: int
+    side: str  # sampler, trainer, both or neither
+    sampler: Interval  # between the sampler and the rescored column
+    trainer: Interval  # between the trainer and the rescored column
+    mismatch: Interval  # between sampler and trainer
+    is_other_model: bool  # whether both sides are closer to each other than to that column
+    tokens: int  # number of trained tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """The measurements of one pass over all data.
-
-    placeholders: constants in place of log-probs; `cleaned` says whether they are left out of all figures, or are in
-    them since nothing else is there. removed: number of tokens left out. k3_before: k3 with them.
-    scatter: counts (bins, bins) of sampler probability (columns) against trainer probability (rows).
-    sample: at most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for
-    analyses that need all tokens at once. rescored: the side that is wrong, None without ids scored again.
-    """
+    """The measurements of one pass over all data."""
 
     origin: DataSummary
     size: MismatchSize
     views: Mapping[str, View]
     split: DriftSplit
-    scatter: np.ndarray
+    scatter: np.ndarray  # counts (bins, bins): trainer probability in rows, sampler probability in columns
+    # At most about 400,000 tokens in whole responses, drawn evenly from all data and weighted equally, for analyses
+    # that need all tokens at once.
     sample: TokenTable
-    rescored: RescoredSides | None = None
-    placeholders: tuple[Placeholder, ...] = ()
-    cleaned: bool = False
-    removed: int = 0
-    k3_before: float = 0.0
+    rescored: RescoredSides | None = None  # the side that is wrong; None without ids scored again
+    placeholders: tuple[Placeholder, ...] = ()  # constants in place of log-probs
+    cleaned: bool = False  # whether figures leave placeholders out; if nothing else is there, they include them
+    removed: int = 0  # number of tokens left out as placeholders
+    k3_before: float = 0.0  # k3 with these tokens
 
 
-PROVEN = 0.7  # least confidence of a cause that undoing it proves
-UNPROVEN = 0.65  # largest confidence of a cause of which only size and shape are known
+PROVEN = 0.7  # minimum confidence to call a cause proven
+UNPROVEN = 0.65  # maximum confidence of a cause that only size and shape support
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of the mismatch.
+    """A cause of the mismatch."""
 
-    name: one of `CAUSES`. confidence: in (0, 1], from what is left once the cause is undone. evidence: a sentence with
-    the numbers that support it. fix: the remedy. share_of_k3: the part of k3 that undoing it removes, None where it is
-    unknown. tokens: number of tokens that it concerns. repaired: k3 and ratio_mean of the tokens after undoing it;
-    empty where it cannot be undone. is_stated: whether the files or the run's recipe say so themselves, as versions of
-    several ages do, or a recipe that quantizes.
-    """
-
-    name: str
-    confidence: float
-    evidence: str
-    fix: str = ""
-    share_of_k3: float | None = None
-    tokens: int = 0
-    repaired: Mapping[str, float] = field(default_factory=dict)
-    is_stated: bool = False
+    name: str  # one of `CAUSES`
+    confidence: float  # in (0, 1], from the mismatch that remains once the cause is undone
+    evidence: str  # a sentence with the numbers that support the cause
+    fix: str = ""  # the remedy
+    share_of_k3: float | None = None  # share of k3 that undoing the cause removes; None if unknown
+    tokens: int = 0  # number of affected tokens
+    repaired: Mapping[str, float] = field(default_factory=dict)  # k3 and ratio_mean once undone; empty if it cannot be
+    is_stated: bool = False  # whether files or recipe state it, as versions of several ages or quantization do
 
     @property
     def is_proven(self) -> bool:
-        """Whether the data proves it: undoing it heals, or the files, the recipe or the user state it."""
+        """Whether it is proven: undoing it removes the mismatch, or the files, the recipe or the user state it."""
         return self.is_stated or (CAUSES[self.name].proves and self.confidence >= PROVEN)
 
     @property
@@ -295,7 +244,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class CauseKind:
-    """One row of `causes.toml`, which explains its keys."""
+    """A row of `causes.toml`, where each key is explained."""
 
     name: str
     plain: str
@@ -311,7 +260,7 @@ class CauseKind:
 
 @dataclass(frozen=True)
 class CandidateKind:
-    """One row of `candidates.toml`, which explains its keys."""
+    """A row of `candidates.toml`, where each key is explained."""
 
     name: str
     plain: str
@@ -325,21 +274,16 @@ class CandidateKind:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for a difference that nothing in the data proves.
+    """A possible cause of a difference that no cause proves."""
 
-    name: one of `candidates.toml`. plain: what it is. speaks_for, speaks_against: the strongest sign of each kind, ""
-    for none. test: what tells it from the others; result: what it finds if it is this one; found: whether it did.
-    odds: relative to those of the others.
-    """
-
-    name: str
-    plain: str
-    speaks_for: str
-    speaks_against: str
-    test: str
-    result: str
-    odds: float
-    found: bool = False
+    name: str  # one of `candidates.toml`
+    plain: str  # what it is
+    speaks_for: str  # the strongest sign for it; "" for none
+    speaks_against: str  # the strongest sign against it; "" for none
+    test: str  # what tells it from other candidates
+    result: str  # what the test finds if the cause is this candidate
+    odds: float  # relative to the odds of other candidates
+    found: bool = False  # whether the test found it
 
 
 @cache
@@ -366,12 +310,9 @@ MUST_FIX = tuple(name for name, kind in CAUSES.items() if kind.must_fix)
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFault:
-    """One row of `known_faults.toml`: a fault of an engine or trainer that was reported in public, matched with data.
+    """A row of `known_faults.toml`, which explains the keys: a publicly reported fault of an engine or trainer."""
 
-    certain: whether the versions of the data are known to be affected. The table explains the other keys.
-    """
-
-    certain: bool = False
+    certain: bool = False  # whether the versions of the data are known to be affected
     causes: tuple[str, ...]
     symptom: str
     repair: str
@@ -387,7 +328,7 @@ class KnownFault:
 
     @property
     def where(self) -> str:
-        """The trainer, engine, versions, models and feature that it needs."""
+        """The trainer, engine, versions, models and feature that the fault needs."""
         needed = [f"{name} {versions}" for name, versions in self.versions.items()]
         return ", ".join(filter(None, (*self.trainers, *(needed or [self.engine]), self.models, self.feature)))
 
@@ -400,31 +341,23 @@ class KnownFault:
 
 @dataclass(frozen=True)
 class PresetOutcome:
-    """The effect of one preset on the data at given bounds.
-
-    kept: share of tokens whose loss is not masked out. changed: share whose weight a bound changed. ess: effective
-    sample size as a share. bias: mean |applied weight - ratio| over tokens, the distance from the unbiased estimator.
-    calibrated: whether the bounds are quantiles of the data (`overrides`) instead of the published ones.
-    """
+    """The effect of one preset on the data at given bounds."""
 
     preset: str
-    kept: float
-    changed: float
-    ess: float
-    bias: float
+    kept: float  # share of tokens whose loss is not masked out
+    changed: float  # share of tokens whose weight a bound changed
+    ess: float  # effective sample size, as a share
+    bias: float  # mean |applied weight - ratio| over tokens: the distance from the unbiased estimator
     overrides: Mapping[str, float] = field(default_factory=dict)
-    calibrated: bool = False
+    calibrated: bool = False  # whether the bounds are quantiles of the data (`overrides`), not the published bounds
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended objective, `trimtab.objective(preset, **overrides)`; preset "" while a cause must be repaired.
+    """The recommended objective, `trimtab.objective(preset, **overrides)`."""
 
-    why: the reason, in sentences. lines: the configuration as text, by framework (trimtab, verl, trl, miles).
-    """
-
-    preset: str
+    preset: str  # "" while a cause must be repaired
     overrides: Mapping[str, Any]
-    why: str
-    lines: Mapping[str, str] = field(default_factory=dict)
+    why: str  # the reason, in sentences
+    lines: Mapping[str, str] = field(default_factory=dict)  # configuration by framework (trimtab, verl, trl, miles)

@@ -14,16 +14,16 @@ from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
-_IDS = 1 << 20  # largest vocabulary; ids beyond it, and negative ones, are all replaced by -1
+_IDS = 1 << 20  # largest vocabulary; larger and negative ids are all replaced by -1
 _NUMERICS = re.compile(r"(float|bfloat|int|uint|fp|mxfp|nvfp)\d+(_e\dm\d)?(_(static|dynamic))?|auto|none|[\d.e-]+")
 
 
 class Redaction:
-    """The replacements of one invocation.
+    """Replaces token ids and removes names, for one invocation.
 
-    Token ids are replaced as they are read, before anything is measured, so that no later stage knows one. The table of
-    replacements is a permutation drawn from the operating system's entropy and is never written, so that trying all ids
-    against a hash, which would work with a fixed or a known salt, reveals nothing.
+    Token ids are replaced as they are read, before anything is measured, so no later stage sees an original id. The
+    replacements are a permutation drawn from the operating system's entropy and never written. So nobody can recover
+    ids by hashing all of them, which a fixed or known salt would allow.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Redaction:
             ) from None
 
     def table(self, table: TokenTable) -> TokenTable:
-        """Returns the table with other ids; equal ids stay equal."""
+        """Returns the table with replaced ids; equal ids stay equal."""
         if table.ids is None:
             return table
         known = (table.ids >= 0) & (table.ids < _IDS)
         return replace(table, ids=np.where(known, self._replacements[np.where(known, table.ids, 0)], -1))
 
     def measured(self, measured: Measured) -> Measured:
-        """Returns the measurements with ids marked as hashes, and with known words only in the run's settings."""
+        """Returns the measurements with ids labeled as hashes, and without unknown words in the run's settings."""
         views, origin = dict(measured.views), replace(measured.origin, model="")
         if (view := views.get("token")) is not None:
             pairs = zip(view.columns["id"].tolist(), view.labels, strict=True)
@@ -64,5 +64,5 @@ class Redaction:
 
 
 def _known(word: str) -> str:
-    """Returns the name of a dtype or of a quantization; other words, which a user may have chosen, are left out."""
+    """Returns the word if it names a dtype or a quantization; a user may have chosen any other word."""
     return word if _NUMERICS.fullmatch(word) else "(left out)"

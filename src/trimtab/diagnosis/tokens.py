@@ -12,7 +12,7 @@ import torch
 from trimtab.corrections import divergences
 from trimtab.corrections.ratios import ratio_excess
 
-MAX_ROUNDED_LOGP = 1e-4  # largest value above 0 that is a logarithm of 1 with a rounding error
+MAX_ROUNDED_LOGP = 1e-4  # largest positive value that counts as log 1 with a rounding error
 
 
 def k3(log_ratio: np.ndarray) -> np.ndarray:
@@ -33,40 +33,32 @@ def _float64(values: np.ndarray) -> torch.Tensor:
 class TokenTable:
     """Whole responses in flat arrays: token i of response r is at `starts[r] + i`. A column the data lacks is None.
 
-    starts: int64 (responses + 1,). Columns from `step` on are (responses,), all others (tokens,).
-    behavior, proximal, current, rescored, entropy: float32, nats; `behavior` as the sampler reported it, `rescored` as
-    `trimtab rescore` scores the same ids.
-    mask: bool, the trained tokens. version: int64, policy version that sampled the token, in updates.
-    turn: int64, number of the model turn of each token from 0; an observation has that of the turn before.
-    step, group, proximal_version: int64. prompt: int64, the same for all responses to one prompt, in every step.
-    prompt_ids: object, the int64 ids before the response, read for `trimtab rescore` only. reward, advantage: float64.
-    prompt_length: float64, number of tokens before the first of the response, NaN where it is unknown.
-    temperature, top_p: float64; top_k: int64, 0 for none; raw: bool, whether log-probs are those before temperature and
-    truncation rather than those of the sampling distribution.
+    Columns from `step` on are (responses,), all others (tokens,). Log-probs and entropy are float32, in nats; `step`,
+    `group`, `version` and other integers are int64; reward, advantage, temperature and top_p are float64.
     """
 
-    starts: np.ndarray
-    mask: np.ndarray
-    behavior: np.ndarray
+    starts: np.ndarray  # (responses + 1,)
+    mask: np.ndarray  # bool: the trained tokens
+    behavior: np.ndarray  # log-probs as the sampler reported them
     proximal: np.ndarray | None = None
     current: np.ndarray | None = None
-    rescored: np.ndarray | None = None
+    rescored: np.ndarray | None = None  # log-probs of the same ids, scored again by `trimtab rescore`
     ids: np.ndarray | None = None
     entropy: np.ndarray | None = None
-    version: np.ndarray | None = None
-    turn: np.ndarray | None = None
+    version: np.ndarray | None = None  # policy version that sampled the token, in updates
+    turn: np.ndarray | None = None  # number of the model turn, from 0; an observation belongs to the turn before it
     step: np.ndarray | None = None
     group: np.ndarray | None = None
-    prompt: np.ndarray | None = None
-    prompt_ids: np.ndarray | None = None
+    prompt: np.ndarray | None = None  # the same number for all responses to one prompt, in every step
+    prompt_ids: np.ndarray | None = None  # object: int64 ids before the response, read for `trimtab rescore` only
     proximal_version: np.ndarray | None = None
-    prompt_length: np.ndarray | None = None
+    prompt_length: np.ndarray | None = None  # float64: number of tokens before the response; NaN if unknown
     reward: np.ndarray | None = None
     advantage: np.ndarray | None = None
     temperature: np.ndarray | None = None
     top_p: np.ndarray | None = None
-    top_k: np.ndarray | None = None
-    raw: np.ndarray | None = None
+    top_k: np.ndarray | None = None  # 0 for none
+    raw: np.ndarray | None = None  # bool: log-probs are from before temperature and truncation
 
     @property
     def responses(self) -> int:
@@ -78,13 +70,13 @@ class TokenTable:
 
     @property
     def trainer(self) -> np.ndarray:
-        """The trainer's log-probs: proximal, or current without it."""
+        """The trainer's log-probs: proximal, or current if there is no proximal."""
         assert self.anchor is not None, "the table has neither proximal nor current"
         return getattr(self, self.anchor)
 
     @property
     def anchor(self) -> str | None:
-        """The column with the trainer's log-probs: proximal, or current without it; None without either."""
+        """The column with the trainer's log-probs: proximal, else current; None without either."""
         return "proximal" if self.proximal is not None else "current" if self.current is not None else None
 
     @cached_property
@@ -111,7 +103,7 @@ class TokenTable:
 
     @cached_property
     def turn_number(self) -> np.ndarray:
-        """`turn`; without that column a turn is a stretch of trained tokens and what follows it up to the next one."""
+        """`turn`; without it, a turn is a stretch of trained tokens and the untrained tokens up to the next stretch."""
         if self.turn is not None or not self.tokens:
             return np.zeros(0, dtype=np.int64) if self.turn is None else self.turn
         begins = self.mask & ((self.position == 0) | ~np.concatenate([[False], self.mask[:-1]]))
@@ -141,7 +133,7 @@ class TokenTable:
         return self._taken(np.append(0, np.cumsum(~bad))[self.starts], slice(None), ~bad)
 
     def split(self, tokens: int) -> Iterator[TokenTable]:
-        """Yields parts of at most `tokens` tokens, or of one response. Their columns are views."""
+        """Yields parts of at most `tokens` tokens, or of one longer response. Their columns are views."""
         first = 0
         while first < self.responses:
             last = int(np.searchsorted(self.starts, self.starts[first] + tokens, side="right")) - 1
@@ -156,7 +148,7 @@ class TokenTable:
 
     @staticmethod
     def concat(parts: Sequence[TokenTable]) -> TokenTable:
-        """Returns tables with the same columns as one table."""
+        """Joins tables with the same columns into one table."""
         if len(parts) == 1:
             return parts[0]
         columns = [part.columns for part in parts]

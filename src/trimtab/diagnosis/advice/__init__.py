@@ -1,1 +1,1 @@
-"""Recommends a preset: what each would do to the data (preset_outcomes), and which one is chosen (rules)."""
+"""Recommends a preset: the effect of each preset on the data (preset_outcomes), and the choice (rules)."""

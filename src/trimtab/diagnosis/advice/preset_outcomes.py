@@ -37,14 +37,10 @@ NOTES = read_table("texts.toml")["presets"]
 
 @dataclass(frozen=True, eq=False)
 class AdviceData:
-    """All responses as one batch, packed into one row (1, tokens).
+    """All responses as one batch, packed into one row (1, tokens)."""
 
-    logps: of both policies, where the current policy is the proximal one. sign: (1, tokens), of the advantage, 0 where
-    it is unknown.
-    """
-
-    logps: PolicyLogps
-    sign: Tensor
+    logps: PolicyLogps  # the current policy is the proximal policy
+    sign: Tensor  # (1, tokens): sign of the advantage; 0 if unknown
 
     @classmethod
     def of(cls, table: TokenTable) -> AdviceData:
@@ -77,7 +73,7 @@ class AdviceData:
 
     @cached_property
     def ratios(self) -> Mapping[str, Tensor]:
-        """trainer/sampler at the trained tokens (trained,), float64, by level; above tokens that of the unit."""
+        """trainer/sampler at the trained tokens (trained,), float64, by level: of the token or of its unit."""
         mask, sequences = self.logps.mask, self.logps.sequences
         log = log_ratio(*self._sides, mask)
         levels = ("token", *PRODUCT_LEVELS)
@@ -91,9 +87,9 @@ class AdviceData:
 def weights(built: Objective, data: AdviceData, unknown: float) -> Tensor:
     """Returns the applied weight of every trained token (trained,), float64, at the first update on the data.
 
-    There the current policy equals the proximal one, so that d loss / d log pi, divided by the advantage and by the
-    gradient of one token with equal policies, is the correction. `unknown`: +1 or -1, the sign used where an advantage
-    is 0 or unknown.
+    At this update the current policy equals the proximal policy. So the weight is d loss / d log pi, divided by the
+    advantage and by the gradient of a single token with equal policies. `unknown`: +1 or -1, the sign used if an
+    advantage is 0 or unknown.
     """
     plain = _plain(built)
     return _gradients(plain, data, unknown) * data.trained / _of_one_token(plain)
@@ -109,33 +105,33 @@ def _gradients(built: Objective, data: AdviceData, unknown: float) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _of_one_token(built: Objective) -> Tensor:
-    """Returns the gradient (1,) of one token, of which both policies have the same log-prob."""
+    """Returns the gradient (1,) of a single token that has the same log-prob under both policies."""
     logp = np.full(1, -1.0, dtype=np.float32)
     table = TokenTable(np.array([0, 1]), np.ones(1, dtype=np.bool_), logp, proximal=logp)
     return _gradients(built, AdviceData.of(table), 1.0)
 
 
 def unbounded(built: Objective) -> Objective:
-    """Returns the objective without bounds, masks and clipping, equal for presets that differ in nothing else."""
+    """Returns the objective without bounds, masks and clipping: equal for presets that differ only in these."""
     weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
     return _plain(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
 
 
 def _plain(built: Objective) -> Objective:
-    """Returns the objective with what does not change weights left out, as factors shared by all tokens do not."""
+    """Returns the objective without the parts that do not change weights, such as factors shared by all tokens."""
     return replace(built, name="plain", aggregation=Aggregation(), notes=())
 
 
 def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
     """Returns one row per preset, followed by one with calibrated bounds if it has any.
 
-    Empty without a trained token. presets: by default all whose weights follow from the log-probs of sampled tokens,
-    which is what files contain.
+    Empty without a trained token. presets: by default all presets whose weights follow from the log-probs of sampled
+    tokens, since files contain no others.
     """
     if data.trained == 0:
         return ()
     rated = presets or [name for name in objectives() if not objective(name).centering]
-    free = cache(lambda built, sign: weights(built, data, sign))  # presets without their bounds are often the same
+    free = cache(lambda built, sign: weights(built, data, sign))  # many presets are equal without their bounds
     return tuple(_outcome(data, free, name, bounds) for name in rated for bounds in _bounds(data, name))
 
 
@@ -146,7 +142,7 @@ def outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any]) -> PresetO
 
 
 def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the published bounds, as no overrides, and those of the data if the preset has any and there is enough."""
+    """Yields no overrides (published bounds), then bounds from the data if the preset has any and data suffices."""
     yield {}
     if bounds_of(preset):
         try:

@@ -1,9 +1,9 @@
-"""The rules that select the recommended preset, and what the fair map measured of a mismatch like that of the data.
+"""Selects the recommended preset by rules, and by the fair map's measurements of a mismatch like that of the data.
 
-The first rule (rules.toml) whose condition holds decides. The map (docs/results) compares methods, each at its
-published or its tuned settings, on responses of about 120 tokens, one kind of mismatch a regime; where it covers the
-mismatch of a rule, what it measured decides among presets. `fair_map.json` is written by `benchmarks/fair_map.py
---advice` from its runs.
+The first rule (rules.toml) whose condition holds decides. The fair map (docs/results) compares methods, each at its
+published or its tuned settings, on responses of about 120 tokens; each regime of the map is one kind of mismatch. If a
+regime covers the mismatch of the rule, its measurements decide among presets. `benchmarks/fair_map.py --advice` writes
+`fair_map.json` from its runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     If a cause must be fixed first (docs/reference-choosing.md), the reason names it, and no preset is recommended.
     """
     sample = measured.sample
-    stride = -(-sample.tokens // OUTCOME_TOKENS)  # shares of tokens and quantiles need fewer than causes do
+    stride = -(-sample.tokens // OUTCOME_TOKENS)  # shares and quantiles need fewer tokens than causes do
     part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
     data = AdviceData.of(part)
     table = outcomes(data)
@@ -48,19 +48,15 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
 
 @dataclass(frozen=True)
 class MethodResult:
-    """Held-out accuracy of a method, mean over seeds with its interval.
-
-    best: whether no method is better beyond the spread of seeds. rate: the chosen learning rate, relative to the usual
-    one. settings: the chosen keywords of the objective. published: accuracy at the published settings and usual rate.
-    """
+    """Held-out accuracy of a method, mean over seeds with its interval."""
 
     accuracy: float
     low: float
     high: float
-    best: bool
-    rate: float
-    settings: Mapping[str, float] = field(default_factory=dict)
-    published: float | None = None
+    best: bool  # whether no method is better beyond the spread of seeds
+    rate: float  # the chosen learning rate, relative to the usual one
+    settings: Mapping[str, float] = field(default_factory=dict)  # the chosen keywords of the objective
+    published: float | None = None  # accuracy at the published settings and usual rate
 
     @property
     def text(self) -> str:
@@ -72,19 +68,19 @@ class MethodResult:
 
 @dataclass(frozen=True, eq=False)
 class MapRegime:
-    """One kind of mismatch. cause: what `diagnose` calls it, "" for reuse of data on which trainer and sampler agree.
+    """One kind of mismatch that the fair map measured.
 
-    k3, tokens: smallest and largest mean over the steps of a run, nats per token, tokens per response; of the runs with
-    the settings of `methods`, since k3 grows where a policy collapses. before: untrained accuracy.
+    Ranges are the smallest and largest mean over the steps of a run. They cover only runs with the settings of
+    `methods`, since k3 grows if a policy collapses.
     """
 
     name: str
-    cause: str
+    cause: str  # its name in `diagnose`; "" for reuse of data on which trainer and sampler agree
     description: str
     seeds: int
-    before: float
-    k3: tuple[float, float]
-    tokens: tuple[float, float]
+    before: float  # accuracy before training
+    k3: tuple[float, float]  # range, nats per token
+    tokens: tuple[float, float]  # range, tokens per response
     methods: Mapping[str, MethodResult]
 
     def outside(self, k3: float, tokens: float) -> str:
@@ -97,13 +93,13 @@ class MapRegime:
         return ""
 
     def preferred(self, preset: str) -> str:
-        """Returns `preset` if it is among the best here, otherwise the method of the highest mean."""
+        """Returns `preset` if it is among the best here, otherwise the method with the highest mean."""
         if preset in self.methods and self.methods[preset].best:
             return preset
         return max(self.methods, key=lambda name: self.methods[name].accuracy)
 
     def sentence(self, first: str) -> str:
-        """Returns the result of `first`, of methods that are level with it, and of the worst."""
+        """Returns a sentence with the results of `first`, of the other best methods, and of the worst method."""
         order = sorted(self.methods, key=lambda name: -self.methods[name].accuracy)
         level = [name for name in order if self.methods[name].best and name != first]
         named = [first, *level[: NAMED - 1]]
@@ -144,18 +140,15 @@ ACCEPTED = 0.7
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """The inputs of a rule: causes, verdict and k3, outcomes of presets, number of trained tokens and of responses.
-
-    failed: names of findings about the data that must be repaired.
-    """
+    """The inputs of a rule."""
 
     causes: Sequence[Cause]
     verdict: str
     k3: float
     outcomes: Sequence[PresetOutcome]
-    tokens: int
-    responses: int
-    failed: Sequence[str] = ()
+    tokens: int  # number of trained tokens
+    responses: int  # number of responses
+    failed: Sequence[str] = ()  # names of findings about the data that must be repaired
 
     @property
     def faults(self) -> list[str]:
@@ -205,19 +198,15 @@ RULES = tuple(Rule(**row) for row in read_table("rules.toml")["rule"])
 
 
 class Choice(NamedTuple):
-    """A row of the list "which method when", of which the first that fits a run decides.
+    """A row of the list "which method when"; the first row that fits a run decides."""
 
-    rule: its name. preset: "" where something must be repaired first. bounds: where they are from. regime: the runs
-    that measured it, "" for none. accuracy, uncorrected: held-out, of the preset and of `grpo` beside it.
-    """
-
-    rule: str
+    rule: str  # name of the rule
     when: str
-    preset: str
-    bounds: str
-    regime: str = ""
-    accuracy: str = ""
-    uncorrected: str = ""
+    preset: str  # "" if something must be repaired first
+    bounds: str  # where the bounds are from
+    regime: str = ""  # the runs that measured the preset; "" for none
+    accuracy: str = ""  # held-out accuracy of the preset
+    uncorrected: str = ""  # held-out accuracy of `grpo` in the same regime
 
 
 def choices() -> Iterator[Choice]:
@@ -238,7 +227,7 @@ def choices() -> Iterator[Choice]:
 def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule, str, Mapping[str, float], str]:
     """Returns the first rule that holds, the recommended preset, its overrides, and the reason with the data's numbers.
 
-    The preset is the rule's, unless one of the map's `regimes` covers the case and it is not among the best there.
+    The preset is the rule's, unless one of the map's `regimes` covers the case and other presets are better there.
     """
     rule = next(rule for rule in RULES if CONDITIONS[rule.name](inputs))
     fields = {
@@ -252,7 +241,7 @@ def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule,
     regime, note = None, ""
     if rule.measured is not None and regimes:
         regime, note = covering(regimes, rule.measured, inputs.k3, inputs.tokens / max(inputs.responses, 1))
-    if not rule.measured:  # log-probs say nothing of reuse, which is advice for those who do it
+    if not rule.measured:  # log-probs do not show reuse of data: advice for those who reuse it
         note = "" if regime is None or rule.preset not in regime.methods else regime.sentence(rule.preset)
     elif regime is not None:
         preset = regime.preferred(rule.preset)

@@ -7,24 +7,24 @@ The rules follow from three facts about tokens y drawn from mu and a trainer pi:
                                            of the context's tokens that were not sampled)
     noise moves logits   bfloat16, quantized weights and old weights shift logits up and down: the ratio keeps mean 1
 
-A cause is named only if undoing it leaves less of the mismatch. Each detector proposes repairs that are applied to the
-tokens: values converted, lists shifted back, tokens left out. Stage by stage the one that leaves least is kept, and the
-search goes on with what is left, until noise remains (`precision`, `quantized`, `routing`), which needs the first fact
-to hold. What no detector explains is `unexplained`.
+A cause is named only if undoing it reduces the mismatch. A detector proposes a repair of the tokens: converted values,
+lists shifted back, or tokens left out. Each stage keeps the repair that leaves the least mismatch, and the next stage
+searches the repaired tokens. What remains is noise (`precision`, `quantized`, `routing`) if the first fact holds, and
+`unexplained` otherwise.
 
-  search           the stages, and what is found in them
-  detector         what a detector receives and returns, and the statistics that they share
+  search           the stages of the search
+  detector         inputs and results of detectors, and shared statistics
   wrong_values     placeholder, non-finite, log-base, wrong-token, copied
   wrong_pairs      misaligned, retokenized
   sampling_faults  temperature, truncated-sampling, raw-logprobs
   old_weights      stale-cache, undelivered, stale
   noise_kinds      precision, quantized, routing, unexplained
-  candidates       what a difference may be that nothing proves, by the signs that its tokens show (candidates.toml)
+  candidates       possible causes of a difference that nothing proves, by signs in its tokens (candidates.toml)
 
-Another detector is a function of tokens and context in one of these files, entered in `search.STAGES`, and a row of
-causes.toml. Most numbers that decide stand above the detector that uses them, and all of them in
-docs/reference-detection.md. Brackets behind a number are values that were measured, for a model, for weights of 4 or 8
-bits, for the untouched streams of 12 models (bases), or with a planted fault (zoo, by `benchmarks/diagnosis_zoo.py`).
+To add a detector, write a function of tokens and context in one of these files, and add it to `search.STAGES` and a row
+to causes.toml. Most thresholds stand above the detector that uses them; docs/reference-detection.md lists all. Brackets
+after a threshold are measured values: of a model, of weights of 4 or 8 bits, of the unchanged streams of 12 models
+(bases), or with a planted fault (zoo, by `benchmarks/diagnosis_zoo.py`).
 """
 
 from trimtab.diagnosis.causes.candidates import find_candidates

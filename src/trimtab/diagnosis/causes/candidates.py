@@ -1,12 +1,12 @@
-"""Ranks the candidates for a difference that nothing in the data proves, by the signs that its tokens show.
+"""Ranks the candidates: possible causes of a difference that nothing in the data proves, by signs in its tokens.
 
-Each sign is one measurement with a threshold beyond chance, and a clause with its numbers. None proves a cause: a
-rotary setting and a quantized cache both make a difference grow with depth. A sign that cannot be measured, since a
-column is missing or tokens are few, is absent, and its opposite as well.
+A sign is a measurement beyond a threshold that chance does not reach, with a clause that states its numbers. No sign
+proves a cause: a rotary setting and a quantized cache both make a difference grow with depth. If a sign cannot be
+measured (a column is missing, too few tokens), neither the sign nor its opposite is reported.
 
-A candidate's score is the sum of its log odds (candidates.toml): a prior, and what each sign adds or takes away. The
-order is what is meant to be used; the scores are not probabilities. Candidates that one test tells apart are a family;
-the family with the most odds together comes first, which need not be that of the first candidate.
+A candidate's score is a sum of log odds (candidates.toml): a prior, plus or minus the weight of each sign. Only the
+order matters; the scores are not probabilities. Candidates that one test tells apart are a family. Families are ordered
+by the sum of their odds, so the first candidate may be in a later family.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ Sign = tuple[str, str]
 
 
 def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping[str, bool]) -> tuple[Candidate, ...]:
-    """Returns what may be behind a difference that no cause proves, most likely first; empty where one does.
+    """Returns the candidates for a difference that no cause proves, most likely first; empty if a cause is proven.
 
-    tested: whether the test of a candidate found it, by name. Where the ids were scored again, the side that is off is
-    compared with those values, and only what is possible on it is left.
+    tested: by name of a candidate, whether its test found it. If the ids were scored again and one side is wrong, that
+    side is compared with those scores, and only candidates that are possible on that side remain.
     """
-    # Placeholders are left out of the tokens: what remains has a cause of its own. Values above 0 have no candidates.
+    # Placeholders are already left out: the other tokens have a cause of their own. Values above 0 have no candidates.
     open_ones = [cause for cause in causes if cause.name not in ("placeholder", "non-finite")]
     is_above_zero = any(cause.name == "unexplained" and cause.confidence >= PROVEN for cause in causes)
     is_clean_rest = len(open_ones) < len(causes) and {one.name for one in open_ones} == {"precision"}
     if not open_ones or open_ones[0].is_proven or is_above_zero or is_clean_rest:
         return ()
     tokens, sides = LogprobPairs.of(measured.sample), measured.rescored
-    # Where both are off, or neither, nothing is excluded: a fault of one may be beside the rounding of the other.
+    # If both sides are wrong, or neither, all are possible: one side's fault may add to the other side's rounding.
     side = sides.side if sides is not None and sides.side in ("sampler", "trainer") else ""
     if side and (rescored := measured.sample.rescored) is not None:
         right = np.minimum(rescored[tokens.index].astype(np.float64), 0.0)
@@ -99,7 +99,7 @@ def find_candidates(measured: Measured, causes: Sequence[Cause], tested: Mapping
 
 
 def find_signs(tokens: LogprobPairs, *, assumes_current: bool = False) -> dict[str, str]:
-    """Returns the clauses of the signs of tokens by name; empty with fewer than 20 undecided ones."""
+    """Returns the signs in tokens: the clause of each by its name; empty with fewer than 20 undecided tokens."""
     undecided = tokens.select(tokens.undecided)
     if len(undecided) < 20:
         return {}
@@ -125,7 +125,7 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
     lost = -np.expm1(np.minimum(tokens.log_ratio, NEAR))
     near = np.abs(tokens.log_ratio) < NEAR
     both_ways = (tokens.log_ratio > NEAR).sum() > MIN_RAISED * (tokens.log_ratio < -NEAR).sum()
-    # Where ratios near 0 are drawn, and the large ones that make up for them are too rare, a low mean tells nothing.
+    # A low mean says nothing if ratios near 0 cause it, and the large ratios that balance them are too rare to be seen.
     is_chance = residual.ratio_mean < 1 and both_ways and lost[near].sum() < lost[~near].sum()
     if residual.mean_is_one == "no" and not is_chance:
         name = "mean-low" if residual.ratio_mean < 1 else "mean-high"
@@ -135,7 +135,7 @@ def _of_mean(tokens: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_pairs(tokens: LogprobPairs) -> Iterator[Sign]:
-    """Whether the two lists of some responses have no relation, as those of different tokens."""
+    """Yields a sign if the two lists of some responses are unrelated, as log-probs of different tokens are."""
     rows, index = np.unique(tokens.row, return_inverse=True)
     mean = np.bincount(index, np.minimum(np.abs(tokens.log_ratio), MAX_UNLIKE)) / np.bincount(index)
     unlike = (mean > UNLIKE)[index]
@@ -159,7 +159,7 @@ def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
-    """Whether the probability decides where a logit moves, and whether along a line, in responses that carry it."""
+    """Yields whether the probability decides where logits move, and whether on a line, in responses that carry it."""
     carried = np.isin(undecided.row, carriers(undecided)[0])
     undecided = undecided.select(carried) if carried.sum() >= MIN_UNRELATED else undecided
     part = part_by_probability(undecided)
@@ -177,7 +177,7 @@ def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
 
 def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
     shift = undecided.shift
-    # The sampled token of an unlike distribution is less likely: only small differences are balanced.
+    # Tokens sampled from a very different distribution are less likely in the trainer, so `down` is then no sign.
     is_large = usual_rms(shift) > QUANTIZED["four bits"][1]
     up = float((shift > 0).mean())
     side = up if is_large else max(up, 1 - up)
@@ -219,15 +219,15 @@ def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
     alike = parts_of(undecided.mean)
     slope, z = slope_of(centered(shift, alike), centered(seen.astype(np.float64), alike), cluster=undecided.row)
     if abs(z) > SIGN_Z and abs(slope) > MIN_SEEN * scale:
-        # A penalty makes them higher in the trainer; where it has another context they are not expected again.
+        # They are higher in the trainer if the sampler has a penalty, and lower if the trainer sees another context.
         name, way = ("seen", "higher") if slope > 0 else ("seen-less", "lower")
         yield name, f"tokens that occurred before are {abs(slope):.2g} logits {way} in the trainer (z = {z:.0f})"
 
 
 def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
-    """Which responses carry the difference, and whether their prompt decides."""
+    """Yields which responses carry the difference, and whether the prompt decides."""
     size = log_size(undecided.shift)
-    if undecided.step is not None:  # what grows over the steps differs between their responses, too
+    if undecided.step is not None:  # a size that grows over steps also differs between responses
         size = centered(size, undecided.step)
     rows, count = np.unique(undecided.row, return_counts=True)
     if (count >= MIN_TOKENS).sum() < 4:
@@ -247,7 +247,7 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
-    size = centered(log_size(undecided.shift), parts_of(undecided.mean))  # whatever the probability
+    size = centered(log_size(undecided.shift), parts_of(undecided.mean))  # independent of the probability
     depth = np.log(undecided.depth + 4.0)
     _, z = slope_of(centered(size, undecided.row), centered(depth, undecided.row), cluster=undecided.row)
     part = parts_of(undecided.depth)
@@ -264,7 +264,7 @@ def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_one_depth(undecided: LogprobPairs, part: np.ndarray) -> Iterator[Sign]:
-    """Whether it begins at one depth of the context, in responses that have tokens on both sides of it."""
+    """Yields a sign if the difference begins at one depth of the context, in responses with tokens on both sides."""
     size = np.abs(undecided.shift)
     large = size > FAR * float(np.median(size[part == 0]))
     if large.sum() < MIN_FAR_TOKENS:
@@ -272,13 +272,13 @@ def _of_one_depth(undecided: LogprobPairs, part: np.ndarray) -> Iterator[Sign]:
     begin = float(np.quantile(undecided.depth[large], 0.05))
     before = undecided.depth < begin
     soon = ~before & (undecided.depth <= np.quantile(undecided.depth[~before], 0.25))
-    soon &= np.isin(undecided.row, undecided.row[before])  # of responses that have tokens on both sides
+    soon &= np.isin(undecided.row, undecided.row[before])  # in responses with tokens on both sides
     if before.mean() > MIN_BEFORE and soon.sum() >= MIN_FAR_TOKENS and large[soon].mean() > 0.4:
         yield "one-depth", f"it begins at one depth, {begin:.0f} tokens into the context or response"
 
 
 def _of_turns(undecided: LogprobPairs) -> Iterator[Sign]:
-    """Whether it begins with a turn: sizes jump from one turn to the next, unlike those that grow with the depth."""
+    """Yields a sign if the difference begins with a turn: sizes jump between turns, unlike growth with depth."""
     numbers = np.unique(undecided.turn)[:MAX_TURNS].tolist()
     turns = [undecided.shift[undecided.turn == number] for number in numbers]
     jumps = [
@@ -292,7 +292,7 @@ def _of_turns(undecided: LogprobPairs) -> Iterator[Sign]:
 
 
 def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:
-    """Whether the first or the last trained token of responses holds far more of k3 than of the tokens."""
+    """Yields a sign if the first or last trained tokens of responses hold far more k3 than their share of tokens."""
     edge = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     k3 = tokens.k3
     for name, at in (("first", edge[:-1]), ("last", edge[1:] - 1)):
@@ -325,7 +325,7 @@ def _of_settings(tokens: LogprobPairs) -> Iterator[Sign]:
         for name, (values, plain) in columns.items()
         if values is not None and np.isfinite(values).any()
     }
-    # No cut is a top_k of 0, or of -1 as in vLLM.
+    # A top_k of 0, or of -1 in vLLM, is no truncation.
     other = {
         name: value for name, (value, plain) in known.items() if (value > 0 if name == "top_k" else value != plain)
     }
@@ -338,8 +338,8 @@ def _of_settings(tokens: LogprobPairs) -> Iterator[Sign]:
 def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | None = None) -> tuple[Candidate, ...]:
     """Returns the candidates, most likely first; empty without signs.
 
-    side: the side that `trimtab rescore` found to be off, "" if unknown. tested: whether the test of a candidate found
-    it, by name.
+    side: the side that `trimtab rescore` found to be wrong, "" if unknown. tested: by name of a candidate, whether its
+    test found it.
     """
     tested = tested or {}
     possible = (kind for kind in KINDS if (not side or side in kind.sides) and tested.get(kind.name, True) and signs)
@@ -348,7 +348,7 @@ def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | 
 
 
 def families(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Returns the candidates that one test tells apart together: a family that was found, then by the sum of odds."""
+    """Returns families: candidates with the same test. A family that its test found is first, then by sum of odds."""
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault(candidate.test, []).append(candidate)

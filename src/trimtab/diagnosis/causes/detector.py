@@ -1,12 +1,12 @@
-"""What a detector of causes receives and returns: tokens with both log-probs, statistics, and a proposed repair.
+"""Inputs and results of the detectors of causes: tokens with both log-probs, statistics, and a proposed repair.
 
-Differences of log-probs are converted to logits, which noise moves by about one size.
+Differences of log-probs are converted to logits, since noise moves all logits by about the same size.
 
 If tokens are drawn from the reported distribution, E[trainer / sampler] = 1, whatever the rounding. The sample mean of
-heavy-tailed ratios is unreliable: it is below 1 while large ratios are missing, and one token may move it. So a mean
-above 1 counts only if an e-value exceeds `MEAN_LOG_E_VALUE` (the product of 1 + λ (ratio - 1), whose expectation is 1,
-averaged over λ), and a mean below 1 only if further tokens with large ratios would leave it below. Where the standard
-error is large, the test says nothing.
+heavy-tailed ratios is unreliable: it is below 1 until a large ratio is drawn, and one token may move it. So a mean
+above 1 counts only if the log of an e-value exceeds `MEAN_LOG_E_VALUE` (the product of 1 + λ (ratio - 1), whose
+expectation is 1, averaged over λ). A mean below 1 counts only if it would stay below 1 with a few more large ratios. If
+the standard error is large, the test says nothing.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ def logit(logp: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class LogprobPairs:
-    """Trained tokens of a table, each with a log-prob of the sampler and one of the trainer; arrays (tokens,).
+    """Trained tokens of a table, each with the log-probs of sampler and trainer; arrays are (tokens,).
 
-    index: of each token in the table, ascending. behavior, trainer: float64, finite, at most 0; a repair replaces them.
-    The other columns are those of the table at these tokens, None where the data has none.
+    Other columns are the table's columns at these tokens; None if the data lacks them.
     """
 
     table: TokenTable
-    index: np.ndarray
-    behavior: np.ndarray
-    trainer: np.ndarray
+    index: np.ndarray  # index of each token in the table, ascending
+    behavior: np.ndarray  # float64, finite, at most 0; a repair may replace it
+    trainer: np.ndarray  # float64, finite, at most 0; a repair may replace it
 
     @classmethod
     def of(cls, table: TokenTable) -> LogprobPairs:
-        """Returns the trained tokens with finite log-probs of at most 0, but for rounding, in order."""
+        """Returns the trained tokens whose log-probs are finite and at most 0 (up to rounding), in order."""
         index = np.flatnonzero(table.mask & np.isfinite(table.behavior) & np.isfinite(table.trainer))
         index = index[np.maximum(table.behavior, table.trainer)[index] <= MAX_ROUNDED_LOGP]
         behavior, trainer = (
@@ -79,18 +78,18 @@ class LogprobPairs:
 
     @cached_property
     def depth(self) -> np.ndarray:
-        """The number of tokens before each one in its context; without the prompt where its length is unknown."""
+        """The number of context tokens before each token, without the prompts if any of their lengths is unknown."""
         prompt = self.of_response(self.table.prompt_length)
         return self.position + (prompt if prompt is not None and np.isfinite(prompt).all() else 0.0)
 
     @cached_property
     def turn(self) -> np.ndarray:
-        """The turn of each token, from 0; without a column of turns one begins after every untrained stretch."""
+        """The turn of each token, from 0. Without a column of turns, a turn begins after each untrained stretch."""
         return self.table.turn_number[self.index]
 
     @cached_property
     def since_turn(self) -> np.ndarray:
-        """The number of tokens since the first trained one of the turn, untrained ones included."""
+        """The number of tokens, trained or not, since the first trained token of the turn."""
         trained = np.flatnonzero(self.table.mask)
         turn, row = self.table.turn_number[trained], self.table.row[trained]
         begins = (np.diff(turn, prepend=-1) != 0) | (np.diff(row, prepend=-1) != 0)
@@ -139,8 +138,8 @@ class LogprobPairs:
 
     @property
     def distinct(self) -> LogprobPairs:
-        """The first token of each distinct pair: samples of one prompt begin with the same tokens and errors."""
-        # As complex numbers: sorting rows takes six times as long.
+        """The first token of each distinct pair of log-probs: samples of one prompt share first tokens and errors."""
+        # Pairs are sorted as complex numbers: sorting rows takes six times as long.
         pairs = np.stack([self.behavior, self.trainer], axis=1).view(np.complex128)[:, 0]
         return self.select(np.sort(np.unique(pairs, return_index=True)[1]))
 
@@ -149,7 +148,7 @@ class LogprobPairs:
         return self.repaired(self.trainer, keep)
 
     def repaired(self, trainer: np.ndarray, keep: np.ndarray) -> LogprobPairs:
-        """Returns the tokens where `keep` is True, with other log-probs of the trainer."""
+        """Returns the tokens at `keep`, a mask or indices, with `trainer` (all tokens) as the trainer's log-probs."""
         return LogprobPairs(self.table, self.index[keep], self.behavior[keep], trainer[keep])
 
     def swapped(self) -> LogprobPairs:
@@ -157,7 +156,7 @@ class LogprobPairs:
         return LogprobPairs(self.table, self.index, self.trainer, self.behavior)
 
     def of_response(self, values: np.ndarray | None) -> np.ndarray | None:
-        """Returns a column of responses at each token."""
+        """Returns a per-response column at each token."""
         return None if values is None else values[self.row]
 
 
@@ -175,7 +174,7 @@ def z_of(values: np.ndarray) -> float:
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns Pearson's correlation; 0 where a side is constant."""
+    """Returns Pearson's correlation; 0 if a side is constant."""
     if len(x) < 3 or x.std() == 0 or y.std() == 0:
         return 0.0
     return float(np.corrcoef(x, y)[0, 1])
@@ -188,9 +187,9 @@ def centered(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def slope_of(y: np.ndarray, x: np.ndarray, cluster: np.ndarray | None = None) -> tuple[float, float]:
-    """Returns the least-squares slope of y over x, both centered, and its z; (0, 0) where x does not vary.
+    """Returns the least-squares slope of y over x, both centered, and its z; (0, 0) if x does not vary.
 
-    The standard error allows for variances that differ, and for values of one cluster that depend on each other.
+    The standard error is robust to unequal variances, and to dependence between values of the same cluster.
     """
     power = float(x @ x)
     if power <= 0:
@@ -209,23 +208,23 @@ def rms_of(shift: np.ndarray) -> float:
 
 
 def robust_scale(values: np.ndarray) -> float:
-    """Returns the standard deviation that normal values around 0 of the same median size have."""
+    """Returns the standard deviation of the normal distribution around 0 with the same median |value|."""
     return 1.48 * float(np.median(np.abs(values)))
 
 
 def usual_rms(shift: np.ndarray) -> float:
-    """Returns the root mean square with values bounded at five usual ones, so that a few outliers do not decide it."""
+    """Returns the root mean square of values clipped at five robust scales, so that outliers do not decide it."""
     bound = 5 * robust_scale(shift)
     return rms_of(np.clip(shift, -bound, bound))
 
 
 def log_size(shift: np.ndarray) -> np.ndarray:
-    """Returns the logarithm of the size of each shift; sizes below 1e-6 count as that."""
+    """Returns the logarithm of the size of each shift, plus 1e-6 so that it is finite."""
     return np.log(np.abs(shift) + 1e-6)
 
 
 def growth_of(old: np.ndarray, young: np.ndarray) -> tuple[float, float]:
-    """Returns the ratio of the geometric mean sizes, and the z of its logarithm."""
+    """Returns the geometric mean size of `old` relative to that of `young`, and the z of its logarithm."""
     left, right = log_size(old), log_size(young)
     difference = float(left.mean() - right.mean())
     error = np.sqrt(left.var() / len(left) + right.var() / len(right))
@@ -256,17 +255,13 @@ MeanIsOne = Literal["yes", "no", "unknown"]
 
 @dataclass(frozen=True)
 class Residual:
-    """The mismatch of some tokens: its size, and whether they follow the log-probs that the sampler reports.
-
-    z: standard errors of the mean ratio from 1 (tokens are a martingale, so that responses are no clusters).
-    mean_is_one: whether the mean ratio can be 1, as that of correct log-probs; unknown where a few tokens decide it.
-    """
+    """The mismatch of some tokens: its size, and whether they can be samples of the reported distribution."""
 
     tokens: int
     k3: float
     ratio_mean: float
-    z: float
-    mean_is_one: MeanIsOne
+    z: float  # standard errors between the mean ratio and 1; tokens form a martingale, so responses are not clusters
+    mean_is_one: MeanIsOne  # whether the mean ratio can be 1, as with correct log-probs; unknown if a few tokens decide
 
     @classmethod
     def of(cls, tokens: LogprobPairs) -> Residual:
@@ -287,7 +282,7 @@ class Residual:
 
 
 def judge_mean(above: np.ndarray) -> MeanIsOne:
-    """Judges the mean of ratio - 1 over tokens of which the denominator sampled."""
+    """Returns whether the mean ratio can be 1. above: ratio - 1 of tokens sampled from the ratio's denominator."""
     mean = float(above.mean())
     error = max(float(above.std()) / np.sqrt(len(above)), 1e-12)
     smallest = max(MEAN_CLOSE, MEAN_Z * error)
@@ -304,38 +299,27 @@ def judge_mean(above: np.ndarray) -> MeanIsOne:
 
 @dataclass(frozen=True, eq=False)
 class CauseMatch:
-    """A cause that the tokens show, with its repair.
-
-    remaining: the tokens once it is undone, empty where nothing can be restored. tokens: how many it concerns.
-    max_confidence: the largest confidence that the kind of evidence allows. direction: +1 or -1 where the cause stays
-    in `remaining` since it cannot be undone for each token, the direction in which it moves the logits of likely
-    tokens; otherwise 0. is_final: whether nothing else can be said of the tokens. is_stated: as in `records.Cause`.
-    """
+    """A cause that a detector found in tokens, with its repair."""
 
     name: str
     evidence: str
-    remaining: LogprobPairs
-    tokens: int
-    max_confidence: float = 0.99
-    direction: int = 0
-    is_final: bool = False
-    is_stated: bool = False
+    remaining: LogprobPairs  # the tokens once the cause is undone; empty if nothing can be restored
+    tokens: int  # number of affected tokens
+    max_confidence: float = 0.99  # largest confidence that this kind of evidence allows
+    direction: int = 0  # 0 if repairable per token; else the sign of its shift on likely tokens, kept in `remaining`
+    is_final: bool = False  # whether nothing else can be said about the tokens
+    is_stated: bool = False  # as in `records.Cause`
 
 
 @dataclass(frozen=True)
 class Context:
-    """What detectors know besides the tokens.
+    """What detectors know besides the tokens."""
 
-    floor: k3 of the file's rounding. settings: of the run's recipe, if known. repaired: whether a cause was undone.
-    direction: of a cause that was found and cannot be undone (`CauseMatch.direction`); 0 for none. assumes_current:
-    whether ages are those of a synchronous trainer, not recorded.
-    """
-
-    floor: float
-    settings: Settings | None
-    repaired: bool = False
-    direction: int = 0
-    assumes_current: bool = False
+    floor: float  # k3 of the file's rounding
+    settings: Settings | None  # from the run's recipe or the user, if known
+    repaired: bool = False  # whether a cause was undone
+    direction: int = 0  # `CauseMatch.direction` of an earlier cause that cannot be undone; 0 for none
+    assumes_current: bool = False  # whether ages are not recorded, but assumed as of a synchronous trainer
 
 
 Detector = Callable[[LogprobPairs, Context], list[CauseMatch]]

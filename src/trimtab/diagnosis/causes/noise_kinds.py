@@ -1,12 +1,12 @@
-"""Detects `precision`, `quantized` and `routing` from what is left, or says why it is none of them: `unexplained`.
+"""Detects `precision`, `quantized` and `routing` in what remains, or says why it is none of them: `unexplained`.
 
-Rounding, quantized weights and routing move logits up and down by about one size, whatever the step, the age of the
-weights, the prompt or the depth in the context, and on average not at all, whatever the probability of the token. What
-moves tokens of one group further, or tokens of one probability all one way, is something else (`objection`).
+Noise (rounding, quantized weights, routing) moves logits up and down by about one size, at any step, weight age, prompt
+and depth of the context. Its mean is 0 at any probability of the token. A difference that moves one group of
+tokens further, or tokens of one probability in one direction, is not noise (`objection`).
 
-The run's recipe decides, if it lies next to the files. Otherwise size does, measured where the model is undecided, with
-trainer and sampler treated alike; and the token id, by which other weights shift a token alike in every context, and
-rounding does not. docs/reference-detection.md has the measurements behind the borders.
+The run's recipe decides, if it lies next to the files. Otherwise the size of the noise decides, measured at undecided
+tokens and symmetric in trainer and sampler, together with the token ids: other weights shift an id alike in every
+context, rounding does not. docs/reference-detection.md has the measurements behind the borders.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PARTS = 8  # number of parts, with equally many tokens, that depths and probabil
 
 
 def objection(tokens: LogprobPairs, residual: Residual) -> str:
-    """Returns why a difference cannot be noise, empty if it can: noise has mean ratio 1, no direction and one size."""
+    """Returns why a difference cannot be noise, or "": noise has mean ratio 1, no direction and one size."""
     if residual.mean_is_one == "no":
         return "rounding, quantization and routing leave the mean ratio at 1, so this is none of them"
     if residual.mean_is_one == "unknown":
@@ -86,7 +86,7 @@ def part_by_probability(tokens: LogprobPairs) -> float:
 
 
 def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
-    """Returns the share of the variance of log sizes that ages, prompts and depths explain, by their name."""
+    """Returns the share of the variance of log sizes that age, prompt and depth explain, by their names."""
     tokens = tokens.distinct
     undecided = tokens.undecided
     if undecided.sum() < 2 * MIN_GROUP_TOKENS:
@@ -105,13 +105,15 @@ def uneven_by(tokens: LogprobPairs) -> dict[str, float]:
 
 
 def parts_of(values: np.ndarray) -> np.ndarray:
-    """Returns the part, from 0, that each value is in: `PARTS` parts with equally many values."""
+    """Returns the part of each value, from 0: `PARTS` quantile bins with equally many values."""
     return np.searchsorted(np.quantile(values, np.arange(1, PARTS) / PARTS), values, side="left")
 
 
 def carriers(undecided: LogprobPairs) -> tuple[np.ndarray, int]:
-    """Returns the rows that carry the difference if mean log sizes form two groups far apart, none otherwise; of how
-    many with enough undecided tokens. What grows over the steps differs between their responses, too, and is removed.
+    """Returns the rows that carry the difference, and the number of rows compared (with enough undecided tokens).
+
+    If the mean log sizes of rows form two groups far apart, the larger group carries it; otherwise no row does. Sizes
+    are centered by step first, since a size that grows over steps also differs between responses.
     """
     size = log_size(undecided.shift)
     size = size if undecided.step is None else centered(size, undecided.step)
@@ -132,11 +134,11 @@ def carriers(undecided: LogprobPairs) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps with enough tokens, ascending. sizes: mean log size of the shifts of each. text: how much these differ."""
+    """Training steps with enough tokens, ascending."""
 
     steps: list[int]
-    sizes: list[float]
-    text: str
+    sizes: list[float]  # mean log size of the shifts of each step
+    text: str  # how much the sizes differ
 
     @property
     def ascends(self) -> bool:
@@ -147,23 +149,22 @@ class Steps:
     def order(self) -> float:
         """The share of the variance of sizes that the best ascending curve over the steps explains.
 
-        It is 1 also where sizes rise at first and then stay, of which a slope or a correlation shows little.
+        It is also 1 if sizes rise at first and then stay, which a slope or a correlation hardly shows.
         """
         parts: list[list[float]] = []
         for size in self.sizes:
             parts.append([size])
-            while len(parts) > 1 and np.mean(parts[-2]) >= np.mean(parts[-1]):  # what descends has one mean
+            while len(parts) > 1 and np.mean(parts[-2]) >= np.mean(parts[-1]):  # a descending pair gets one mean
                 parts[-2:] = [parts[-2] + parts[-1]]
         ascending = np.concatenate([np.full(len(part), np.mean(part)) for part in parts])
         return 1 - float(np.square(self.sizes - ascending).mean() / np.var(self.sizes))
 
 
 def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
-    """Returns the sizes of noise by step if they differ, or None.
+    """Returns the sizes of shifts by step if they differ by more than rounding explains, else None.
 
-    Rounding moves the larger logits of a policy that has become certain further, and k3 by at most as much, since fewer
-    of its tokens are undecided. Other weights make k3 grow with the square of the shifts, so that it has to grow with
-    more than their power 1.5.
+    As a policy becomes certain, its logits grow, and rounding moves them further; k3 grows by at most as much, since
+    fewer tokens are undecided. With other weights, k3 grows with the square of the shifts. The border is power 1.5.
     """
     step = tokens.step
     if step is None:
@@ -187,7 +188,7 @@ def drift_between_steps(tokens: LogprobPairs) -> Steps | None:
 
 
 def find_unexplained(tokens: LogprobPairs, left: Residual, floor: float, *, is_rest: bool) -> Cause | None:
-    """Returns the cause, None within the noise floor; `is_rest`: whether other causes were found and undone."""
+    """Returns the cause, or None within the noise floor. `is_rest`: whether other causes were found and undone."""
     if left.mean_is_one == "yes" and left.k3 < max(LEAST_K3, 3 * floor):
         return None
     related = correlation(np.exp(tokens.behavior), np.exp(tokens.trainer))
@@ -224,25 +225,19 @@ FEW_FAR_K3 = 0.8  # the same where they are as rare as in noise of one size
 
 @dataclass(frozen=True)
 class Noise:
-    """The zero-mean residual between trainer and sampler.
+    """The zero-mean difference that remains between trainer and sampler."""
 
-    rms: in logits, at undecided tokens. k3: over all tokens; None where rms is only a lower bound, and k3 unknown.
-    tokens: number that rms is computed from. persistent: share of the variance explained by token ids; None if unknown,
-    0 if not significant. far, far_k3: share of the undecided tokens beyond five times the usual shift, and of k3 in
-    them.
-    """
-
-    rms: float
-    k3: float | None
-    tokens: int
-    persistent: float | None = None
-    far: float = 0.0
-    far_k3: float = 0.0
-    far_side: float = 0.0
+    rms: float  # in logits, at undecided tokens
+    k3: float | None  # over all tokens; None if unknown, and `rms` is only a lower bound
+    tokens: int  # number of tokens that `rms` is computed from
+    persistent: float | None = None  # share of the variance that token ids explain; None if unknown, 0 if insignificant
+    far: float = 0.0  # share of the undecided tokens that are far: beyond five times the usual shift
+    far_k3: float = 0.0  # share of the undecided tokens' k3 that far tokens hold
+    far_side: float = 0.0  # share of far tokens that move the more frequent way; 0 if they are few
 
     @property
     def coarseness(self) -> float:
-        """Log-distance from the border between 16-bit arithmetic and quantized weights; positive beyond it."""
+        """Log-distance from the border between 16-bit arithmetic and quantized weights; positive if quantized."""
         by_rms = math.log(max(self.rms, 1e-9) / BORDER_RMS)
         if self.k3 is None:
             return by_rms
@@ -278,10 +273,10 @@ def measure_noise(tokens: LogprobPairs) -> Noise:
 
 
 def id_part(tokens: LogprobPairs, scale: float) -> float | None:
-    """Returns the share of the shifts' variance explained by the token id, which other weights cause and rounding not.
+    """Returns the share of the shifts' variance that the token id explains: rounding causes none, other weights do.
 
-    None without ids or with too few distinct ones, since ids of a small alphabet encode the position, and where it is
-    not significant in too few tokens; 0 where it is not in enough of them.
+    None without ids or with too few repeated ids, since ids of a small alphabet encode the position. A share that is
+    not significant is 0 with enough tokens, else None.
     """
     if tokens.ids is None or scale <= 0:
         return None
@@ -301,32 +296,32 @@ def id_part(tokens: LogprobPairs, scale: float) -> float | None:
 
 
 def least_noise(tokens: LogprobPairs, direction: int) -> Noise:
-    """Returns a lower bound on the noise beside a fault that cannot be undone and moves tokens in one direction.
+    """Returns a lower bound on the noise beside a fault that cannot be undone and moves tokens in `direction`.
 
-    At tokens of probability above 1/2, another temperature moves every logit in one direction, and so does truncation.
-    Moves in the other direction are noise; the tail of a normal beyond a point extends half its scale or less past it.
+    Another temperature, and truncation, move the logits of all tokens of probability above 1/2 in one direction. Moves
+    in the other direction are noise. The tail of a normal beyond a point extends half its scale or less past it.
     """
     probable = tokens.undecided & (np.minimum(tokens.behavior, tokens.trainer) > math.log(0.5))
     opposite = -direction * tokens.shift[probable]
     wrong = opposite[opposite > LEAST_RMS]
     if len(wrong) < 20 or len(wrong) < 0.01 * len(opposite):
         return Noise(0.0, None, len(wrong))
-    # With few tokens on the wrong side only the tail is visible; with half of them all of the noise is.
+    # If few tokens move the other way, only the tail of the noise is visible; if half of them do, all of it is.
     factor = 1.0 if len(wrong) > 0.3 * len(opposite) else 1.5
     return Noise(rms_of(wrong) * factor, None, len(wrong))
 
 
 def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
-    """Names the noise if it exceeds that of float32 and of the file's rounding, and if it can be noise at all.
+    """Names the noise if it exceeds float32 and the file's rounding, and if nothing shows that it is not noise.
 
-    Where a few tokens are far beyond the others, these were routed to other experts; where many are, it is not one
-    noise. The run's settings decide if they determine whether the sampler is quantized.
+    A few tokens far beyond the others were routed to other experts; many such tokens mean several kinds of noise. The
+    run's settings decide if they determine whether the sampler is quantized.
     """
     noise = least_noise(tokens, context.direction) if context.direction else measure_noise(tokens)
     residual = Residual.of(tokens)
     known = context.settings if context.settings is not None and context.settings.coarse is not None else None
     sixteen = known is not None and not known.is_recorded and not known.coarse
-    if sixteen:  # what the user says of one side does not bound the other
+    if sixteen:  # what the user states about one side does not bound the other
         known = None
     if noise.rms < LEAST_RMS:
         return []
@@ -338,8 +333,8 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
             return []
         text += f", {residual.text}"
     if noise.k3 is not None and _has_tail(noise, is_repaired=context.repaired):
-        # In routing few tokens hold most of k3 and the others are as usual, unlike in other mixtures of sizes.
-        # At the k3 of a dense model rounding with heavy tails does so, too, unless hardly anything else is left.
+        # In routing, few tokens hold most of k3 and the others are as usual, unlike in other mixtures of sizes.
+        # At the k3 of a dense model, heavy-tailed rounding looks alike, so these tokens must hold nearly all of k3.
         least = FEW_FAR_K3 if noise.k3 <= k3_ranges()["dense"].high else MIN_ROUTING_K3
         is_few = noise.far <= MAX_ROUTING_SHARE and noise.far_k3 >= least
         if noise.far_side > MAX_FAR_SIDE or (is_few and noise.coarseness > IDS_SHIFT):
@@ -347,7 +342,7 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
         if not is_few:
             text += ", of other sizes in other contexts"
             return [_by_size(tokens, noise, text)] if judge(K3, noise.k3) == "healthy" else []
-        if carriers(tokens.select(tokens.undecided))[0].size:  # experts change in every response
+        if carriers(tokens.select(tokens.undecided))[0].size:  # routing differs in every response, not only in some
             return []
         evidence = (
             f"{noise.far:.1%} of the undecided tokens differ more than five times as much as usual and hold "
@@ -364,15 +359,15 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
 
 
 def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:
-    """Whether tokens beyond five usual shifts are more, and hold more of k3, than those of one noise."""
-    # After lists were shifted back some pairs at the edges of stretches stay wrong.
+    """Returns whether more tokens are beyond five usual shifts, with more of k3, than in noise of one size."""
+    # After lists are shifted back, some pairs at the edges of stretches stay wrong.
     usual = max((MAX_FAR_SHARE_REPAIRED if is_repaired else MAX_FAR_SHARE), MIN_FAR_TOKENS / noise.tokens)
     is_rare = not is_repaired and noise.far * noise.tokens >= MIN_FAR_TOKENS and noise.far_k3 > FEW_FAR_K3
     return is_rare or (noise.far > usual and noise.far_k3 > (MAX_FAR_K3_COARSE if noise.coarseness > 0 else MAX_FAR_K3))
 
 
 def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings) -> list[CauseMatch]:
-    """Returns the cause according to the recipe; nothing for more noise than rounding makes."""
+    """Returns the cause according to the settings; empty if there is more noise than rounding makes."""
     sure, evidence = RECIPE_CONFIDENCE, f"{text}; {settings.source} {settings}"
     if settings.coarse:
         most = MAX_STATED * QUANTIZED[settings.bits][1]
@@ -388,7 +383,7 @@ def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings
 
 
 def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:
-    """Names the noise by its size, which leaves a doubt: other weights move logits as far as quantized ones do."""
+    """Names the noise by its size. It may be wrong: other weights move logits as far as quantized weights do."""
     sure = min(UNPROVEN, 0.55 + 0.5 * abs(noise.coarseness))
     if noise.coarseness <= 0:
         kind = "float16 or tf32" if noise.rms < BFLOAT16_RMS else "bfloat16"

@@ -1,15 +1,17 @@
 """Detects old weights on the sampler's side: `stale`, `undelivered` and `stale-cache`.
 
-With versions, the shift of logits must grow with age. Without them there are three indications. Updates raise the
-probability of what had positive advantage, so that a response's log-ratio correlates with its advantage beyond what its
-log-prob explains; rounding is independent of the reward, unless it is so coarse that the sampler earns less. Lag varies
-between steps; rounding does not. Drift shifts a token the same way in every context; rounding errors are nearly
-independent between contexts (tested for vocabularies of words, not of characters).
+With versions, the shift of logits must grow with age. Without versions, old weights have three signs:
 
-Versions are those of the weights that were loaded, which says nothing of weights that never arrive, nor of keys and
-values that older weights left in a cache. Then the shift grows from step to step at one age, or is larger where a
-prompt was asked before. Versions that the files lack and a synchronous trainer decides count as recorded for
-`undelivered` and `stale-cache`, and as unknown for `stale`.
+  - Updates raise the probability of responses with positive advantage. So log-ratios correlate with advantages beyond
+    what log-probs explain. Rounding is independent of the reward, unless it is so coarse that the sampler earns less.
+  - Lag varies between steps; rounding does not.
+  - Drift shifts a token the same way in every context; rounding errors are nearly independent between contexts (tested
+    for vocabularies of words, not of characters).
+
+Versions name the weights that were loaded. They do not show weights that never arrive (`undelivered`: the shift grows
+from step to step at one age), or keys and values of older weights in a cache (`stale-cache`: the shift is larger if a
+prompt was asked before). Versions that are assumed for a synchronous trainer, since the files lack them, count as
+recorded for `undelivered` and `stale-cache`, and as unknown for `stale`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ MAX_DRIFT_COARSENESS = -0.8  # largest coarseness of noise that depends on token
 
 
 def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
-    """Detects old weights, and leaves the tokens of age 0, or those of the step with the least drift."""
+    """Detects old weights; the tokens of age 0 remain if ages differ, all tokens otherwise."""
     noise = measure_noise(tokens)
     is_silent = context.direction or noise.rms < LEAST_RMS
     corr, z = (0.0, 0.0) if is_silent else advantage_correlation(tokens)
@@ -55,7 +57,7 @@ def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     is_current = tokens.age is not None and not context.assumes_current
     is_coarse, needed = noise.coarseness > 0, STRONG_CORRELATION if is_current else MIN_CORRELATION
     is_strong = corr > STRONG_CORRELATION and is_coarse
-    # A sampler of four bits earns less where it errs: at age 0 that explains the correlation.
+    # A sampler of four bits earns less reward where it errs, which explains a correlation at age 0.
     explained = is_coarse and is_current
     if not explained and corr > needed and z > (STRONG_CORRELATION_Z if is_strong else CORRELATION_Z):
         text += ", although the file says that all weights are current" if is_current else ""
@@ -80,7 +82,7 @@ def _everywhere(tokens: LogprobPairs, evidence: str, sure: float) -> CauseMatch:
 
 
 def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float, text: str) -> list[CauseMatch]:
-    """Compares ages. z, text: of the correlation with the advantage."""
+    """Compares tokens by age. z, text: z and sentence of the correlation with the advantage."""
     undecided = tokens.undecided
     ages = [int(a) for a in np.unique(age) if (undecided & (age == a)).sum() >= MIN_GROUP_TOKENS]
     is_correlated = z > 4
@@ -115,7 +117,7 @@ def _drift_by_age(tokens: LogprobPairs, age: np.ndarray, noise: Noise, z: float,
         f"{'more than' if is_coarse else 'within'} what 16-bit rounding gives{also}; without tokens of another age, "
         "lag cannot be told from rounding"
     )
-    # The age is stated, not that the difference is of its making: another fault may be beside it.
+    # The file states the age, not that the age makes the difference: there may be another fault.
     return [CauseMatch("stale", evidence, tokens, len(tokens), sure, is_final=is_coarse or is_correlated)]
 
 
@@ -147,7 +149,7 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
 
 
 def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
-    """Detects keys and values of older weights: prompts that were asked before differ more than new ones of a step."""
+    """Detects keys and values of older weights: in a step, prompts asked before differ more than new prompts."""
     step, prompt = tokens.step, tokens.prompt
     if context.direction or step is None or prompt is None or (tokens.age is not None and tokens.age.any()):
         return []
@@ -176,7 +178,7 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
 def advantage_correlation(tokens: LogprobPairs) -> tuple[float, float]:
     """Returns the partial correlation of log-ratio and advantage of responses, given log-prob and length, and its z.
 
-    (0, 0) without advantages and rewards, or with too few that are not 0.
+    (0, 0) without advantages and rewards, or with fewer than 30 that are not 0.
     """
     advantage = _advantage(tokens)
     if advantage is None:
@@ -197,7 +199,7 @@ def advantage_correlation(tokens: LogprobPairs) -> tuple[float, float]:
 
 
 def _advantage(tokens: LogprobPairs) -> np.ndarray | None:
-    """Returns advantages, or without any value rewards minus their group's mean; None without either."""
+    """Returns advantages, or rewards minus their group's mean if no advantage is known; None without either."""
     table = tokens.table
     if table.reward is None or (table.advantage is not None and np.isfinite(table.advantage).any()):
         return table.advantage

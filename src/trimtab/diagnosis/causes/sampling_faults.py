@@ -1,6 +1,6 @@
 """Detects that tokens were drawn from another distribution: `temperature`, `truncated-sampling` and `raw-logprobs`.
 
-`raw-logprobs` also where the ratio does not show it, if the file marks log-probs as raw although temperature or
+`raw-logprobs` is also found if the ratio does not show it, but the file marks log-probs as raw although temperature or
 truncation changed the sampling.
 """
 
@@ -55,28 +55,21 @@ CERTAIN, UNCERTAIN = -1e-6, -0.01
 
 @dataclass(frozen=True)
 class TemperatureFit:
-    """The fit of two temperatures: trainer distribution = (sampler distribution)^a.
-
-    z: of the distance of a from 1. tokens: number of tokens fitted. part: share of the variance of shifts that lies on
-    the line.
-    """
+    """The fit of two temperatures: trainer distribution = (sampler distribution)^a."""
 
     a: float
-    z: float
-    tokens: int
-    part: float
+    z: float  # of the distance between `a` and 1
+    tokens: int  # number of tokens fitted
+    part: float  # share of the variance of shifts that lies on the line
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Truncation of one side. mass: the mean ratio of the other side to it. z: of its distance from 1.
+    """Truncation of the distribution of one side."""
 
-    one_sided_zeros: number of tokens with a log-prob of exactly 0 on this side and not on the other one.
-    """
-
-    mass: float
-    z: float
-    one_sided_zeros: int
+    mass: float  # mean ratio other side / truncated side: the probability that truncation keeps
+    z: float  # of the distance between `mass` and 1
+    one_sided_zeros: int  # number of tokens with a log-prob of exactly 0 on the truncated side only
 
     @property
     def confidence(self) -> float:
@@ -86,7 +79,7 @@ class Truncation:
 
 
 def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
-    """Finds another temperature, truncation, and log-probs of another distribution than the sampling one."""
+    """Finds another temperature, truncation, and log-probs that are not of the sampling distribution."""
     swapped = tokens.swapped()
     residual, inverse = Residual.of(tokens), Residual.of(swapped)
     truncation, mirrored = find_truncation(tokens, residual), find_truncation(swapped, inverse)
@@ -95,8 +88,8 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
     fit = fit_temperature(tokens)
     if (truncation or mirrored) and not _moves_against(tokens, is_sampler_cut=truncation is not None):
         fit = None  # truncation explains the line
-    # Tokens were drawn from one of the two distributions, so that the mean ratio of the other one to it is 1. The
-    # trainer's is that with noise, which makes the mean of the inverse a little larger.
+    # Tokens were drawn from one of the two distributions: the mean ratio of the other distribution to that one is 1. If
+    # that one is the trainer's, noise in its log-probs makes the mean of sampler / trainer a little larger.
     drawn_by_trainer = inverse.mean_is_one != "no" or 0 < inverse.ratio_mean - 1 < 3 * residual.k3
     if truncation is not None or mirrored is not None:
         drawn_by_sampler = mirrored is None
@@ -111,7 +104,7 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
         found.append(("raw-logprobs", mirrored.confidence, _truncation_text("trainer", "sampler", mirrored)))
     if fit is not None and drawn_by_sampler:
         sure = min(confidence(fit.z, 8.0), 0.5 + fit.part)
-        is_close = abs(float(tokens.log_ratio.sum())) < MIN_LIKELIHOOD  # about as likely for both
+        is_close = abs(float(tokens.log_ratio.sum())) < MIN_LIKELIHOOD  # tokens are about as likely on both sides
         found.append(("temperature", min(sure, 0.6) if is_close else sure, _temperature_text(fit, residual)))
     elif fit is not None and drawn_by_trainer and declared is None and mirrored is None:
         sure = 0.6 if fit.a < 1 else min(confidence(residual.z, 4.0), 0.5 + fit.part)
@@ -138,7 +131,7 @@ def find_sampling_faults(tokens: LogprobPairs, context: Context) -> list[CauseMa
 def _stated(table: TokenTable, fit: TemperatureFit | None, mass: float) -> set[str]:
     """Returns the causes that the file's own columns state: the temperature that was found, truncation, raw values.
 
-    mass: the share of the probability that is kept. Top-p keeps at least as much as it says.
+    mass: the share of the probability that is kept; top-p keeps at least p.
     """
     stated = {"raw-logprobs"} if declared_raw(table) is not None else set()
     if fit is not None and table.temperature is not None:
@@ -153,12 +146,13 @@ def _stated(table: TokenTable, fit: TemperatureFit | None, mass: float) -> set[s
 
 
 def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
-    """Returns the fit of two temperatures, if the data has such a line; few likely tokens are complemented by others.
+    """Returns the fit of two temperatures, or None if logits lie on no such line.
 
-    Samples of one prompt begin with the same tokens in the same context, so repeated pairs of log-probs count once.
+    Fits tokens of probability above 1/2, or above 1/10 if they are fewer than 100. Samples of one prompt begin with the
+    same tokens in the same context, so repeated pairs of log-probs count once.
     """
     tokens = tokens.distinct
-    # Below -1e-4 on both sides: the only token of a sampling mask has no logit to compare.
+    # Both sides are below -1e-4: a token that is alone in a sampling mask has no logit to compare.
     doubt = np.maximum(tokens.behavior, tokens.trainer) < -1e-4
     use = doubt & (tokens.mean > math.log(0.5))
     if use.sum() < 100:
@@ -191,7 +185,7 @@ def fit_temperature(tokens: LogprobPairs) -> TemperatureFit | None:
 
 
 def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | None:
-    """Returns truncation on the sampler's side, if the data shows it; `residual`: of these tokens."""
+    """Returns truncation on the sampler's side, if the data shows it, else None. residual: of these tokens."""
     mass, z = residual.ratio_mean, residual.z
     certain = tokens.behavior > CERTAIN
     if share(certain) > 0.99:  # greedy decoding, or values that never arrived
@@ -207,7 +201,7 @@ def find_truncation(tokens: LogprobPairs, residual: Residual) -> Truncation | No
     # Lost mass shifts every token about equally; missing large ratios leave the mean log far below the log mean.
     even = mass > 0 and float(log_ratio.mean()) > MAX_UNEVEN * math.log(mass)
     by_mass = less and even and _is_in_bulk(tokens)
-    # What top-p keeps bounds the ratio from below in every context.
+    # Top-p keeps at least p of the probability in every context, which bounds the ratio from below.
     far, moved = share(log_ratio < -1.0), share(log_ratio < UNCERTAIN)
     bounded = far <= MAX_FAR + MAX_FAR_OF_MOVED * moved
     # The mass that is lost depends on the context; values in another unit differ in proportion to the log-prob itself.
@@ -239,7 +233,8 @@ def _moves_against(tokens: LogprobPairs, *, is_sampler_cut: bool) -> bool:
 def _follows_trainer(tokens: LogprobPairs, residual: Residual, context: Context) -> bool:
     """Whether tokens follow the trainer's log-probs rather than the sampler's.
 
-    The sum of log-ratios is the log-likelihood ratio of the two. Repaired pairs were selected by it and need more.
+    The sum of log-ratios is the log-likelihood ratio of trainer and sampler. Repaired pairs were selected by it, so
+    they need more evidence.
     """
     is_likelier = float(tokens.log_ratio.sum()) > MIN_TRAINER_LIKELIHOOD
     return is_likelier and residual.ratio_mean > 1 and not (context.repaired and residual.z < 4)
@@ -261,7 +256,7 @@ def _truncation_text(cut: str, whole: str, truncation: Truncation) -> str:
 
 
 def declared_raw(table: TokenTable) -> tuple[float, str] | None:
-    """Returns confidence and evidence where the file says that log-probs are not those of the sampling distribution."""
+    """Returns confidence and evidence if the file says that log-probs are not of the sampling distribution."""
     if table.raw is None:
         return None
     processed = np.zeros(table.responses, dtype=bool)

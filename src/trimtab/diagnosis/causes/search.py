@@ -44,7 +44,7 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     """Returns the causes, faults before noise and each most confident first; empty within the noise floor.
 
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
-    `measured.size`. without: names that are not looked for. Rules: docs/reference-detection.md.
+    `measured.size`. without: names of causes to skip. Rules: docs/reference-detection.md.
     """
     known = [find_placeholder(measured), find_nonfinite(measured.origin), find_above_zero(measured.sample)]
     causes = [cause for cause in known if cause is not None and cause.name not in without]
@@ -55,13 +55,13 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     if len(tokens) >= MIN_TOKENS and not everywhere and not is_rounded:
         context = Context(measured.size.floor, origin.settings, assumes_current=origin.assumes_current)
         causes += _search(tokens, context, without)
-    # Noise is what remains when every fault is undone, so that it comes last.
+    # Noise is what remains when every fault is undone, so it comes last.
     causes.sort(key=lambda cause: (cause.name in NOISES, -cause.confidence))
     return tuple(map(_with_remedy, causes))
 
 
 def _with_remedy(cause: Cause) -> Cause:
-    """Returns a cause with what to do; one that nothing proves has at most `UNPROVEN`, and its test comes first."""
+    """Returns a cause with its remedy. A cause that nothing proves has at most `UNPROVEN`, and its test is first."""
     kind = CAUSES[cause.name]
     fix = f"{kind.fix} {kind.otherwise}".strip()
     if cause.name == "unexplained" or cause.is_stated or kind.proves:
@@ -71,7 +71,7 @@ def _with_remedy(cause: Cause) -> Cause:
 
 
 def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) -> list[Cause]:
-    """Applies the repairs that leave least one after the other; what they leave decides how sure each is."""
+    """Applies in each stage the repair that leaves least; what finally remains bounds the confidence of causes."""
     found: list[tuple[CauseMatch, Residual]] = []
     whole = left = Residual.of(tokens)
     is_finished = False
@@ -95,7 +95,7 @@ def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) ->
 def _option(
     find: Detector, tokens: LogprobPairs, left: Residual, context: Context, excluded: Collection[str]
 ) -> tuple[list[CauseMatch], Residual] | None:
-    """Returns the findings of a detector with what they leave; None where it finds nothing or that leaves no less."""
+    """Returns a detector's findings with what they leave; None if there are none, or if they leave too much."""
     findings = [finding for finding in find(tokens, context) if finding.name not in excluded]
     if any(CAUSES[finding.name].is_constant for finding in findings) and (start := _start_of_growth(tokens)):
         there = {finding.name for finding in find(start, context)}
@@ -112,10 +112,10 @@ def _option(
 
 
 def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
-    """Returns the first step if the mismatch grows from it in the order of the steps, else None.
+    """Returns the tokens of the first step if the mismatch grows with the steps, else None.
 
-    A constant cause must show in that step, too: a policy that training made more certain has the logits of its old
-    weights times a number, like those of another temperature.
+    A constant cause must show in that step too. Otherwise it may be training: a policy that becomes more certain has
+    the logits of its old weights times a factor, as with another temperature.
     """
     steps = drift_between_steps(tokens)
     if steps is None or not steps.ascends:
@@ -125,7 +125,7 @@ def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
 
 
 def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
-    """Returns the record; what stays unexplained lowers the confidence by its share of k3."""
+    """Returns the record of a finding; the confidence is lower if a share of k3 stays unexplained."""
     share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
     limit = 0.99 if unexplained is None else CONFIDENCE_OUTSIDE + 0.5 * share**2
     sure = round(min(finding.max_confidence, limit), 2)

@@ -1,24 +1,24 @@
 """Detects log-probs that are paired with the wrong tokens: `misaligned` and `retokenized`.
 
-Shifts (`find_shifts`). For every offset s the score of a token is min(|b_t - p_t|, 3) - min(|b_t - p_(t+s)|, 3): how
-much closer the trainer's log-prob at the neighbor is than that at the token itself. On aligned data it is negative on
-average and the maximal sum over a stretch of a response is near 0; on a shifted stretch the sum is the whole
-difference. The stretches are repaired, and the remaining responses are searched again, since they may have another
-shift. One that begins at a later turn is `retokenized`: the text has another number of tokens when it is encoded again,
-and every later token is paired with a neighbor's log-prob while the first turn fits (`find_shift_starts`). Any other is
-`misaligned`.
+Shifts (`find_shifts`). For every offset s, the score of token t is min(|b_t - p_t|, 3) - min(|b_t - p_(t+s)|, 3): how
+much closer the trainer's log-prob is at the neighbor than at the token itself. On aligned data the score is negative on
+average, and its maximal sum over a stretch of a response is near 0. On a shifted stretch the sum is the whole
+difference. Such stretches are repaired, and the remaining responses are searched again, since they may have another
+shift. A shift that begins at a later turn is `retokenized` (`find_shift_starts`): the text has another number of tokens
+when it is encoded again, so every later token is paired with a neighbor's log-prob, while the first turn fits. Any
+other shift is `misaligned`.
 
-Jumps (`find_retokenized`). Text that was decoded and encoded again gives the trainer other tokens than were sampled, at
+Jumps (`find_retokenized`). If text is decoded and encoded again, the trainer gets other tokens than were sampled, at
 few positions, mostly at boundaries of turns. There a log-prob jumps by nats; noise moves a logit by a few usual sizes.
-A jump is isolated, with few tokens between it and the rest where a heavy tail has many; or at a boundary, where the
-rate of smaller jumps is far above that elsewhere (a binomial tail below 1e-6). Jumps are removed before anything else
-is measured.
+Either jumps are isolated: few tokens lie between them and the rest, unlike in a heavy tail. Or they are at boundaries,
+where the rate of smaller jumps is far above the rate elsewhere (a binomial tail below 1e-6). Jumps are removed before
+anything else is measured.
 
-Lists of another response (`find_swapped_responses`). A response whose log-probs disagree is compared with the others of
-equal length. Its own list must fit far better than the present one and than the second best, since among thousands of
-short, near-certain responses some list always fits slightly better. Where its own list is lost, two responses carry one
-list of the trainer, to the last digit, and the one that disagrees has the wrong one. A policy that has really changed
-has few such lists among the responses that disagree.
+Lists of another response (`find_swapped_responses`). If the log-probs of a response disagree, it is compared with the
+trainer's lists of all responses of equal length. Its true list must fit far better than the present and the second best
+list, since among thousands of short, near-certain responses some list always fits slightly better. If the true list is
+lost, two responses have the same list of the trainer, to the last digit, and it is wrong for the response that
+disagrees. If the policy has really changed, few of the responses that disagree have such lists.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def find_shifts(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
     while len(shifts) < MAX_ROUNDS and (shift := _best_shift(remaining)) is not None:
         shifts.append(shift)
         parts.append(remaining.repaired(remaining.trainer[shift.partner], shift.inside))
-        # Tokens around a stretch have lost their partners, so that its whole response is removed from the search.
+        # Tokens around a stretch have lost their partners, so its whole response is removed from the search.
         remaining = remaining.select(~np.isin(remaining.row, remaining.row[shift.inside]))
     if not shifts:
         return []
     repaired = LogprobPairs.concat(parts)
     rows = sum(shift.rows for shift in shifts)
-    # Responses too short or too certain to show their shift would look like noise, so that the remaining tokens are
+    # Responses too short or too certain to show their shift would look like noise, so the remaining tokens are
     # kept only if they fit about as well as the repaired ones.
     can_show_shift = np.bincount(tokens.row, -tokens.behavior) > MIN_SURPRISE
     mostly = rows > 0.5 * can_show_shift.sum()
@@ -94,31 +94,24 @@ def _distance(tokens: LogprobPairs) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _Shift:
-    """An offset, its gain in nats, the number of responses `rows` and the repaired tokens.
-
-    starts: where the shift of each response begins: the turn, from 0, and the position of its first trained token.
-    """
+    """An offset between the two lists, and the tokens that it repairs."""
 
     offset: int
-    gain: float
-    rows: int
-    inside: np.ndarray
-    partner: np.ndarray
-    starts: list[tuple[int, int]]
+    gain: float  # in nats
+    rows: int  # number of repaired responses
+    inside: np.ndarray  # bool (tokens,): the repaired tokens
+    partner: np.ndarray  # (tokens,): index of the token `offset` positions later
+    starts: list[tuple[int, int]]  # by response, where the shift begins: turn (from 0), position in the response
 
 
 class _Candidate(NamedTuple):
-    """An offset that may explain the data.
-
-    gain: in nats. is_significant: whether that is enough. eligible: tokens (tokens,) that may be repaired, in stretches
-    that gain; None for all tokens. max_left: part of its distance that the offset may leave.
-    """
+    """An offset that may explain the data."""
 
     offset: int
-    gain: float
-    is_significant: bool
-    eligible: np.ndarray | None
-    max_left: float
+    gain: float  # in nats
+    is_significant: bool  # whether the gain is large enough
+    eligible: np.ndarray | None  # bool (tokens,): tokens that may be repaired, in stretches that gain; None for all
+    max_left: float  # part of its distance that the offset may leave
 
 
 def _best_shift(tokens: LogprobPairs) -> _Shift | None:
@@ -130,14 +123,14 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     gains = np.stack([_stretches(score, tokens.row, MIN_STRETCH_GAIN)[0] for score, _ in scores])
     needed = max(MIN_GAIN, MIN_PART * distance.sum())
 
-    # Stretches anywhere. Gains are compared for each pair, since far offsets have fewer pairs.
+    # Stretches anywhere. Gains are compared per pair, since far offsets have fewer pairs.
     rates = gains.sum(1) / [max(int(real.sum()), 1) for _, real in scores]
     best = int(gains.sum(1).argmax())
     is_ahead = rates[best] >= MIN_LEAD * np.median(np.delete(rates, best))
     gain, everywhere = float(gains[best].sum()), np.ones(len(tokens), dtype=bool)
     by_stretches = _Candidate(OFFSETS[best], gain, is_ahead and gain >= needed, everywhere, MAX_LEFT)
 
-    # Responses in which one offset is far ahead of the others; these must gain as much together.
+    # Responses in which one offset is far ahead of the others; together they must gain as much.
     largest = gains.max(0)
     ahead = (largest >= MIN_RESPONSE_GAIN) & (largest >= MIN_LEAD * np.median(gains, 0))
     won = np.where(ahead & (gains.argmax(0) == np.arange(len(OFFSETS))[:, None]), gains, 0.0)
@@ -152,7 +145,7 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     best = int(np.argmax(wholes))
     by_all_tokens = _Candidate(OFFSETS[best], wholes[best], wholes[best] >= needed, None, MAX_LEFT)
 
-    # Where responses have different offsets, one of them would also take stretches of the others.
+    # If responses have different offsets, the first offset anywhere would also take stretches of the others.
     first, second = (by_responses, by_stretches) if has_others else (by_stretches, by_responses)
     for candidate in (first, second, by_all_tokens):
         if candidate.is_significant and (shift := _fitting(tokens, distance, candidate)) is not None:
@@ -161,7 +154,7 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
 
 
 def _fitting(tokens: LogprobPairs, distance: np.ndarray, candidate: _Candidate) -> _Shift | None:
-    """Returns the shift by an offset if its tokens agree far better so."""
+    """Returns the shift by the candidate's offset if the tokens agree far better after it, else None."""
     offset, eligible = candidate.offset, candidate.eligible
     score, real = _score(tokens, distance, offset)
     score = score if eligible is None else np.where(eligible, score, -CAP)
@@ -196,7 +189,7 @@ def _trim(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _score(tokens: LogprobPairs, distance: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how much closer the partner is than the token's own value, and where there is a partner."""
+    """Returns how much closer the partner's value is than the token's own value, and where a partner exists."""
     partner, real = _partner(tokens, offset)
     other = np.minimum(np.abs(tokens.behavior - tokens.trainer[partner]), CAP)
     return np.where(real, distance - other, -CAP), real
@@ -282,7 +275,7 @@ def find_retokenized(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
 
 
 def _is_concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
-    """Whether the rate of jumps at boundaries is significantly above that elsewhere (binomial tail, Chernoff bound)."""
+    """Returns whether jumps are significantly more frequent at boundaries (binomial tail, Chernoff bound)."""
     trials, hits = int(opening.sum()), int((jumps & opening).sum())
     elsewhere = (float((jumps & ~opening).sum()) + 1.0) / (float((~opening).sum()) + 1.0)
     if trials == 0 or hits < 3 or hits / trials < MIN_BOUNDARY_RATE * elsewhere:
@@ -294,10 +287,10 @@ def _is_concentrated(jumps: np.ndarray, opening: np.ndarray) -> bool:
 def find_shift_starts(tokens: LogprobPairs, score: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
     """Returns the turn, and its position, at which the shift begins in each of `rows`; empty if it begins elsewhere.
 
-    score: (tokens,), how much closer the shifted partner is than the token's own value. For each response two
-    hypotheses are compared by the score from a position to the end of the response: from its first token, and from the
-    best start of a later turn. Over all responses, turns must gain `MIN_TURN_LEAD` nats more than whole responses, and
-    `MIN_TURN_PART` of the gain from the best position anywhere.
+    score: (tokens,), how much closer the shifted partner is than the token's own value. Two hypotheses are compared by
+    the sum of scores to the end of the response: the shift begins at its first token, or at the best start of a later
+    turn. Over all responses, turns must gain `MIN_TURN_LEAD` nats more than whole responses, and `MIN_TURN_PART` of the
+    gain from the best position anywhere.
     """
     whole = later = anywhere = 0.0
     found = []
@@ -330,14 +323,14 @@ MAX_CANDIDATES = 500  # most responses of one length that are compared with each
 
 
 def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
-    """Finds responses with the log-probs of another one, and restores their own or leaves them out."""
+    """Finds responses with the log-probs of another response; restores their own, or leaves the responses out."""
     edges = np.flatnonzero(np.diff(tokens.row, prepend=-1, append=-1))
     starts, lengths = edges[:-1], np.diff(edges)
     if len(starts) < 3:
         return []
     own = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths
     surprise = -np.add.reduceat(tokens.behavior, starts)
-    told = (lengths >= 4) & (surprise > MIN_OWN_SURPRISE)  # from the others
+    told = (lengths >= 4) & (surprise > MIN_OWN_SURPRISE)  # whether a response can be told from others
     disagrees = told & (own > MIN_OWN_DISTANCE)
     trainer = tokens.trainer.copy()
     restored, copied = np.zeros(len(starts), dtype=bool), np.zeros(len(starts), dtype=bool)
@@ -358,7 +351,7 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
     found = int(swapped.sum())
     if found < max(MIN_RESPONSES, MIN_SHARE * disagrees.sum()):
         return []
-    # A response that is too certain to show a wrong list may have one as well, as may one that fits worse than usual.
+    # Responses that are too certain to show a wrong list may have one, as may responses that fit worse than usual.
     after = np.add.reduceat(np.minimum(np.abs(trainer - tokens.behavior), CAP), starts) / lengths
     usual = np.median(after[restored]) if restored.any() else np.quantile(own[told], 0.2)
     kept = restored | (told & (own < MAX_FIT * usual + 0.01))
@@ -373,10 +366,10 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
 
 
 def _repeated(tokens: LogprobPairs, index: np.ndarray, agrees: np.ndarray) -> np.ndarray:
-    """Returns which responses (responses,) have the trainer's list of a different one; index: tokens (responses, T).
+    """Returns which responses (responses,) share a list of the trainer with a different response.
 
-    Without ids, equal responses are those that the sampler gives equal log-probs; none is counted where responses that
-    agree have equal lists as well.
+    index: their tokens (responses, T). agrees: whether the two lists of a response agree. Without ids, responses are
+    equal if the sampler's log-probs are; none is returned if responses that agree share lists too.
     """
     _, same, count = np.unique(tokens.trainer[index], axis=0, return_inverse=True, return_counts=True)
     same = same.reshape(-1)

@@ -1,6 +1,6 @@
-"""Detects values that no log-prob has, or of another meaning: `log-base`, `wrong-token`, `copied`, `placeholder`, ...
+"""Detects values that are not log-probs of these tokens: `log-base`, `wrong-token`, `copied`, `placeholder`, ...
 
-What reading left out (`placeholder`, `non-finite`) and values above 0 need no repair of tokens.
+`placeholder`, `non-finite` and values above 0 are found without a repair of tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_MISSED = 2.0  # largest ratio of far tokens to those that were not the most 
 
 
 def find_log_base(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
-    """One side is the other times a constant at every token: 1 / ln 2 or 1 / ln 10."""
+    """Detects a side that is the other side times 1 / ln 2 or 1 / ln 10 at every token."""
     use = np.minimum(tokens.behavior, tokens.trainer) < -0.05
     use &= np.maximum(tokens.behavior, tokens.trainer) < -1e-3
     if use.sum() < 30:
         return []
-    # The median is that of the data, and the spread around it is noise: log p moves by (1 - p) of a logit.
+    # The median is the factor, and the spread around it is noise: log p moves by (1 - p) of a logit.
     ratio = np.log(tokens.trainer[use] / tokens.behavior[use])
     middle, spread = float(np.median(ratio)), float(np.median(np.abs(ratio - np.median(ratio))))
     if spread > MAX_BASE_SPREAD:
@@ -57,9 +57,9 @@ def find_log_base(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
 
 
 def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch]:
-    """The sampler reports the most likely token's log-prob: equal or far above the trainer's, never below it.
+    """Detects a sampler that reports the most likely token's log-prob: at or far above the trainer's, never below.
 
-    Where it does, the two disagree as often as another token was sampled: at a share of 1 - exp(log-prob) of all.
+    The two then disagree as often as another token was sampled: at a share of 1 - exp(log-prob) of the tokens.
     """
     log_ratio = tokens.log_ratio
     noise = max(float(np.quantile(np.abs(log_ratio), 0.3)) * 6, MIN_NOISE)
@@ -71,15 +71,15 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
     residual = Residual.of(tokens)  # other weights also make few tokens far less likely, but leave the mean ratio at 1
     if residual.mean_is_one != "no" or residual.ratio_mean > 1:
         return []
-    # The most likely of many tokens has at least the probability that the sampled one has by the trainer.
+    # Impossible: the probabilities of two tokens, the most likely one and the sampled one, have a sum above 1.
     certain = share(np.exp(tokens.behavior[far]) + np.exp(tokens.trainer[far]) > 1 + 3 * noise)
     between = share((np.abs(log_ratio) > noise) & ~far)  # another temperature moves tokens by any amount
     affected = np.isin(tokens.row, tokens.row[far])
-    # As many tokens as were not the most likely one by these probabilities.
+    # Far tokens, relative to how many sampled tokens were not the most likely one by these probabilities.
     missed = far.sum() / max(float((1 - np.exp(tokens.behavior[affected])).sum()), 1e-12)
-    unlikely = share(tokens.behavior[far] < UNLIKELY)  # the most likely token hardly ever is
+    unlikely = share(tokens.behavior[far] < UNLIKELY)  # the most likely token is hardly ever that unlikely
     one_sided = share(above) <= 0.01 + MAX_ABOVE * share(far)
-    # Where the most likely token is almost certain, another one is hardly ever sampled.
+    # If the most likely token is almost certain, another token is hardly ever sampled.
     sure = affected & (tokens.behavior > -0.1)
     expected = float((1 - np.exp(tokens.behavior[sure])).sum())
     surprising = (far & sure).sum() > 5 + MAX_SURPRISING * expected
@@ -94,7 +94,7 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
 
 
 def find_copied(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
-    """Both columns hold the same numbers, and not of a run of this package, whose trainer computes its own."""
+    """Detects equal columns, except in runs of this package, whose trainer computes its own log-probs."""
     is_own = context.settings is not None and context.settings.is_recorded
     if is_own or (tokens.behavior != tokens.trainer).any() or len(np.unique(tokens.behavior)) < 10:
         return []
@@ -153,7 +153,7 @@ def find_nonfinite(origin: DataSummary) -> Cause | None:
 
 
 def find_above_zero(table: TokenTable) -> Cause | None:
-    """Says `unexplained` of values above 0 that vary, which no logarithm of a probability is."""
+    """Returns `unexplained` if varying values are above 0, which no logarithm of a probability is."""
     largest = np.maximum(table.behavior, table.trainer)[table.mask]
     count = int((largest > MAX_ROUNDED_LOGP).sum())
     if count < MIN_CONTRADICTED:

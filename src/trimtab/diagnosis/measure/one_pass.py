@@ -1,4 +1,4 @@
-"""Measures everything in one pass over the tables of tokens, draws a sample of them, and says what it shows."""
+"""Measures everything in one pass over the tables of tokens, draws a sample of them, and finds its anomalies."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def measure(
 ) -> Measured:
     """Measures size and location of the mismatch in one pass, and finds placeholders; `origin` is called after it.
 
-    left_out: placeholders of an earlier pass, which no figure counts. The split into tables affects only the last
-    digits of sums. Raises `TrimtabError` without a trained token, for tables with different columns, and for padding
-    that cannot be told from tokens.
+    left_out: placeholders of an earlier pass, which all figures exclude. The split into tables affects only the last
+    digits of sums. Raises `TrimtabError` if no token is trained, if tables have different columns, or if padding cannot
+    be told from tokens.
     """
     constants = PlaceholderSums()
     sizes, drift, sample, ids = SizeSums(), DriftSums(), Sample(), TokenIdView()
@@ -81,10 +81,10 @@ LONGEST = SAMPLE_TOKENS // 8  # longer responses are truncated to this many toke
 
 
 class Sample:
-    """The responses with the smallest hash of their index, as many as fit into `tokens`.
+    """A random sample: the responses with the smallest hashes of their index, as many as fit into `tokens`.
 
-    The sample does not depend on the split of the stream into tables: once a response does not fit, it and all with a
-    larger hash are excluded for good.
+    The sample does not depend on the split of the stream into tables: once a response does not fit, it and all
+    responses with a larger hash are excluded for good.
     """
 
     def __init__(self, tokens: int = SAMPLE_TOKENS, longest: int = LONGEST) -> None:
@@ -130,15 +130,15 @@ class Sample:
 
 CHANCE = -12.0  # log-probability of a response below which it does not occur twice by chance
 MIN_REPEATED = 8  # fewest responses that repeat another one
-MIN_REPEATED_SHARE = 0.1  # least share of them among all
+MIN_REPEATED_SHARE = 0.1  # least share of such responses among all
 MIN_GROUPS = 3  # fewest groups whose advantages contradict their rewards
-MIN_GROUP_SHARE = 0.1  # least share of them among the groups that can
-ZERO = 0.01  # part of the largest advantage below which one counts as 0
-MOST_ENDS, MOST_BEFORE = 0.9, 0.5  # least share of an id at the ends of responses, largest of one before it
+MIN_GROUP_SHARE = 0.1  # least share of such groups among those that could
+ZERO = 0.01  # an advantage below this part of the largest one counts as 0
+MOST_ENDS, MOST_BEFORE = 0.9, 0.5  # least share of one id at the ends; largest share of one id before them
 
 
 def batch_findings(sample: TokenTable) -> Iterator[Finding]:
-    """Yields what is odd: an end token that is not trained, equal responses, advantages against rewards."""
+    """Yields anomalies: an end token that is not trained, equal responses, advantages against rewards."""
     yield from _end_tokens(sample)
     prompt = sample.group if sample.prompt is None else sample.prompt
     if prompt is None:
@@ -150,13 +150,13 @@ def batch_findings(sample: TokenTable) -> Iterator[Finding]:
 
 
 def _end_tokens(sample: TokenTable) -> Iterator[Finding]:
-    """Whether one token, of one id, that the sampler drew follows the last trained one in many responses."""
+    """Yields a finding if many responses end with one untrained token, of the same id, that the sampler drew."""
     trained = np.flatnonzero(sample.mask)
     last = trained[np.diff(sample.row[trained], append=-1) != 0]
     end = last[last + 2 == sample.starts[sample.row[last] + 1]] + 1
     if sample.ids is None or len(end) < max(MIN_REPEATED, MIN_REPEATED_SHARE * sample.responses):
         return
-    # What a template adds is not drawn: it has a constant for a log-prob, or the end token before it.
+    # A token that a template adds is not drawn: its log-prob is a constant, or the end token precedes it.
     columns = sample.ids[end], sample.ids[end - 1], sample.behavior[end]
     same, *others = (np.unique(values, return_counts=True)[1].max() / len(end) for values in columns)
     if same >= MOST_ENDS and max(others) < MOST_BEFORE:
@@ -164,7 +164,7 @@ def _end_tokens(sample: TokenTable) -> Iterator[Finding]:
 
 
 def _repeated(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
-    """Whether improbable responses to one prompt in one step are the same, token for token; of: (responses, 2)."""
+    """Yields a finding if improbable responses to one prompt in one step are equal. of: prompt, step (responses, 2)."""
     if sample.ids is None:
         return
     likely = np.bincount(sample.row, np.where(sample.mask, sample.behavior, 0.0), minlength=sample.responses)
@@ -177,7 +177,10 @@ def _repeated(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
 
 
 def _advantages(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
-    """Whether advantages of groups with equal rewards are not 0, or fall where rewards rise; of: (responses, 2)."""
+    """Yields findings if advantages of groups with equal rewards are not 0, or if advantages fall as rewards rise.
+
+    of: (responses, 2), group and step.
+    """
     if sample.reward is None or sample.advantage is None:
         return
     known = np.isfinite(sample.reward) & np.isfinite(sample.advantage)
@@ -200,8 +203,8 @@ def _advantages(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
         yield finding("advantage-against", count=count, groups=int(varies.sum()))
 
 
-RESAMPLED = 1024  # groups or responses that are resampled; more are merged evenly
-LEAD = 4.0  # times by which the k3 of one side must be larger for the mismatch to be its alone
+RESAMPLED = 1024  # largest number of groups or responses that are resampled; more are merged evenly
+LEAD = 4.0  # one side alone is wrong only if its k3 is this many times the other side's
 ORDINARY, ORDINARY_BOTH = (k3_ranges()[name].high for name in ("dense", "small-dense"))
 """k3 that 16-bit arithmetic makes: on any side, and at most, if both differ alike."""
 
@@ -209,8 +212,8 @@ ORDINARY, ORDINARY_BOTH = (k3_ranges()[name].high for name in ("dense", "small-d
 def rescored_sides(table: TokenTable) -> RescoredSides | None:
     """Returns which side is wrong; None without the column `logp_rescored` or a trained token.
 
-    A side is wrong alone where its k3 is beyond that of 16-bit arithmetic and `LEAD` times that of the other, with
-    disjoint intervals. Both are wrong where they are alike and beyond what small models reach in 16 bits.
+    One side alone is wrong if its k3 exceeds that of 16-bit arithmetic, and is `LEAD` times the other side's with
+    disjoint intervals. Otherwise both are wrong if a k3 exceeds what small models reach in 16 bits.
     """
     tokens = TrainedTokens.of(table, 0)
     if table.rescored is None or not len(tokens):
@@ -245,7 +248,7 @@ def rescored_sides(table: TokenTable) -> RescoredSides | None:
 
 
 def sample_findings(sample: TokenTable, trained: int, sides: RescoredSides | None) -> Iterator[Finding]:
-    """Yields what causes are inferred from, where that is less than the data, with its k3, and which side is wrong."""
+    """Yields the size and k3 of the sample if causes are inferred from less than all data, and which side is wrong."""
     inside = sample.mask & np.isfinite(sample.behavior) & np.isfinite(sample.trainer)
     if inside.sum() < 0.99 * trained:
         part = float(k3(sample.trainer[inside].astype(np.float64) - sample.behavior[inside]).mean())

@@ -1,11 +1,11 @@
-"""Finds constants in place of log-probs, where a value was not there, in one pass.
+"""Finds placeholders in one pass: constants in place of log-probs that were missing.
 
-Such a constant is a whole number (0.0, 1.0, -1.0, -9999.0). One above 0 or below -50 needs no proof, as no sampled
-token reaches it. 0.0 is also the log-prob of a certain token, for which the other side agrees: it
-is a placeholder where the other side is below -1 more often than at tokens that are almost certain. Another whole
-number is one if it repeats far more often than any value near it, since log-probs of two tokens are seldom equal to the
-last digit; where it repeats seldom, the other side must disagree. Lists of one length that
-end (or begin) with 0.0 on both sides are padded.
+A placeholder is a whole number (0.0, 1.0, -1.0, -9999.0). A number above 0 or below -50 needs no proof, since no
+sampled token has such a log-prob. 0.0 is also the log-prob of a certain token, on which the other side agrees. So 0.0
+is a placeholder if the other side is below -1 more often than at tokens that are almost certain. Any other whole number
+is a placeholder if it repeats far more often than values near it, since log-probs of two tokens are seldom equal to the
+last digit. If it repeats seldom, the other side must disagree. Lists of one length that end (or begin) with 0.0 on both
+sides are padded.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _CERTAIN, _APART = -1e-3, 1.0  # nats
 
 @dataclass
 class _Counts:
-    """Tokens with one value at one place: all, those where the other side is far away, and responses with any."""
+    """Counts of the tokens with one value at one place."""
 
     tokens: int = 0
-    apart: int = 0
-    responses: int = 0
+    apart: int = 0  # tokens on which the other side is far away
+    responses: int = 0  # responses with any such token
 
 
 @dataclass
 class PlaceholderSums:
-    """Counts of exact values by column and place, and what is usual around them."""
+    """Counts of whole numbers by column and place, and of the values around them."""
 
-    counts: dict[tuple[str, float, str], _Counts] = field(default_factory=dict)
-    around: Counter[tuple[str, float]] = field(default_factory=Counter)
-    usual: dict[tuple[str, str], _Counts] = field(default_factory=dict)
-    lengths: Counter[int] = field(default_factory=Counter)
-    padding: dict[str, _Counts] = field(default_factory=lambda: {end: _Counts() for end in ENDS})
-    ids: dict[str, set[int]] = field(default_factory=lambda: {end: set() for end in ENDS})
+    counts: dict[tuple[str, float, str], _Counts] = field(default_factory=dict)  # by column, value and place
+    around: Counter[tuple[str, float]] = field(default_factory=Counter)  # repeats of the most frequent value near it
+    usual: dict[tuple[str, str], _Counts] = field(default_factory=dict)  # other values: certain, any, last
+    lengths: Counter[int] = field(default_factory=Counter)  # responses of each length
+    padding: dict[str, _Counts] = field(default_factory=lambda: {end: _Counts() for end in ENDS})  # 0.0 on both sides
+    ids: dict[str, set[int]] = field(default_factory=lambda: {end: set() for end in ENDS})  # token ids of padding
     lowest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))
-    zeros: int = 0
+    zeros: int = 0  # tokens with 0.0 on both sides
     tokens: int = 0
     responses: int = 0
 
@@ -159,7 +159,7 @@ class PlaceholderSums:
         others, every = self.usual[name, "last"], self.usual[name, "any"]
         odd = max(0.5 * others.tokens, 2 * every.apart * others.tokens / max(every.tokens, 1))
         if place == "last" and others.tokens >= MIN_LAST and others.apart > odd:
-            return None  # the last token is another one, whatever its value
+            return None  # the two sides disagree on last tokens, whatever the value
         return replace(found, uncertain_only=share < WHOLE_PLACE)
 
     def _is_whole(self, name: str) -> bool:
@@ -168,12 +168,12 @@ class PlaceholderSums:
         return len(values) >= WHOLE_VALUES and self.usual[name, "any"].tokens < 0.2 * self.tokens
 
     def _everywhere(self, name: str, value: float) -> tuple[int, int]:
-        """Returns the tokens with a value at any place, and those where the other side is far away."""
+        """Returns the number of tokens with a value at any place, and of those on which the other side is far away."""
         total = [self.counts[name, value, place] for place in PLACES if (name, value, place) in self.counts]
         return sum(counts.tokens for counts in total), sum(counts.apart for counts in total)
 
     def _is_usual(self, name: str, share: float, tokens: int) -> bool:
-        """Whether tokens that are almost certain, or any where these are few, may be contradicted as often."""
+        """Whether almost certain tokens (any tokens, if these are few) may be contradicted as often."""
         certain = self.usual[name, "certain"]
         usual = certain if certain.tokens >= MIN_CERTAIN else self.usual[name, "any"]
         if not usual.tokens:  # the column holds nothing else
@@ -204,7 +204,7 @@ class PlaceholderSums:
         )
 
     def _chance(self, end: str) -> float:
-        """Returns the number of certain tokens that a response ends with by chance."""
+        """Returns the expected number of certain tokens that a response ends with by chance."""
         rest = self.tokens - self.padding[end].tokens
         share = (self.zeros - self.padding[end].tokens) / max(rest, 1)
         return share / max(1 - share, 1e-9)
@@ -237,9 +237,9 @@ def placeholder_tokens(table: TokenTable, placeholders: tuple[Placeholder, ...])
 
 
 def without_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...]) -> TokenTable:
-    """Returns the table without them: stretches inside a response are not trained, all others are removed.
+    """Returns the table without placeholders: stretches inside a response become untrained, others are removed.
 
-    Tool output in a file without a mask is a stretch, and an untrained one is what separates turns.
+    In a file without a mask, tool output is such a stretch; untrained, it separates turns.
     """
     if not placeholders or not table.tokens or not (bad := placeholder_tokens(table, placeholders)).any():
         return table
@@ -248,7 +248,7 @@ def without_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...
 
 
 def _places(table: TokenTable, at: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Splits tokens with one value by `PLACES`."""
+    """Splits tokens with one value by place, in the order of `PLACES`."""
     last = _last(table) & (end := _edge(table, at, "end"))
     rest = at & ~end
     same = rest[1:] & rest[:-1] & (table.row[1:] == table.row[:-1])
@@ -265,7 +265,7 @@ def _last(table: TokenTable) -> np.ndarray:
 
 
 def _edge(table: TokenTable, at: np.ndarray, end: str) -> np.ndarray:
-    """Returns the tokens `at` that have only such, or untrained, tokens between them and that end of their response."""
+    """Returns the tokens `at` with no trained token but `at` between them and that end of their response."""
     index = np.arange(table.tokens)
     other = table.mask & ~at
     if end == "end":

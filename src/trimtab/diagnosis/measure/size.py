@@ -12,9 +12,9 @@ At age 0 the second part is 0. Since k3 is unbiased for KL(mu_v || pi_P) on toke
 minus that sum, the mean of k3 splits into the same two parts without a cross term.
 
 Mismatch depends strongly on the behavior probability, whose distribution may differ between tokens of age 0 and others.
-Therefore the mismatch of older tokens is estimated by tokens of age 0 in the same bin of behavior probability. Most
-tokens are nearly certain and mismatch grows with -log p, so that bins have equal ratios in -log p, four per factor of
-two: bins of a third of a decade in p would count a fifth of the mismatch of rarer old tokens as staleness.
+So the mismatch of older tokens is estimated by tokens of age 0 in the same bin of behavior probability. Most tokens are
+nearly certain, and mismatch grows with -log p. So bins have equal ratios in -log p, four per factor of two: bins of a
+third of a decade in p would count a fifth of the mismatch of rarer old tokens as staleness.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIRST_PART = 4096  # values tested first, which rule out most grids
 
 
 class RoundingDetector:
-    """Detects the grid of one column of log-probs: the grids that contain all values so far, and their exponents."""
+    """Detects the grid that the log-probs of a column were rounded to, from the grids that hold all values so far."""
 
     def __init__(self) -> None:
         self._bfloat16 = self._float16 = True
@@ -64,7 +64,7 @@ class RoundingDetector:
         grids = {"whole numbers": self._decimals == 0, "bfloat16": self._bfloat16, "float16": self._float16}
         if any(grids.values()) and self._exponents[1:].sum() >= _MIN_VALUES:
             return next(name for name, holds in grids.items() if holds)
-        # Where float32 itself is no finer than the decimals, every value seems to have been rounded to them.
+        # If float32 itself is no finer than the decimals, every value seems to be rounded to them.
         fine = np.arange(256) - _BIAS - 23 < np.log2(10.0**-self._decimals) - 3
         if self._decimals <= _DECIMALS and (self._exponents * fine)[1:].sum() >= _MIN_VALUES:
             return f"{self._decimals} decimal{'s' if self._decimals > 1 else ''}"
@@ -149,7 +149,7 @@ class SizeSums:
         )
 
     def by_step(self) -> list[dict[str, float]]:
-        """Returns the figures of each step; of more than `STEPS`, neighbors share a row."""
+        """Returns the figures of each step; with more than `STEPS` steps, neighbors share a row."""
         rows: list[dict[str, float]] = []
         for _, (sums, largest, histogram) in self._steps.rows():
             figures = _statistics(torch.from_numpy(sums), torch.from_numpy(largest[:3]), self._histogram).summary()
@@ -217,11 +217,11 @@ _EMPTY = _histogram(np.zeros(0))
 
 _FEWEST_FRESH = 100
 """Fewest tokens of age 0 in a bin of behavior probability; bins with fewer are merged with their neighbor."""
-_NEAR = 5  # bins next to each other in which tokens of age 0 are sought before a bin counts as having none
+_NEAR = 5  # bins in a row that are searched for tokens of age 0 before the middle one counts as having none
 _MAX_UNMATCHED = 0.05
 """Largest share of k3 in bins without tokens of age 0, which are compared with the nearest bins that have some."""
 _SMALLEST, _LARGEST = -10, 4  # range of -log p, as powers of two
-_COARSER = 3  # bits of `octave` given up: 4 bins a factor of two instead of 32
+_COARSER = 3  # bits of `octave` that are dropped: 4 bins per factor of two instead of 32
 _BINS = ((_LARGEST - _SMALLEST) << (5 - _COARSER)) + 1
 _NAMES = ("mismatch", "staleness")
 
@@ -294,19 +294,19 @@ def _starts(fresh: np.ndarray) -> np.ndarray:
 
 
 def _parts(sums: np.ndarray) -> np.ndarray:
-    """`_NAMES` (2, any) from sums (2, any, 2, bins)."""
+    """Returns mismatch and staleness (2, any) from sums (2, any, 2, bins)."""
     whole, fresh = sums.sum(axis=2), sums[:, :, 0]
     tokens = whole[0].sum(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        # The mean over all tokens if each had the mean of age 0 in its bin. The factor is exactly 1 where every token
-        # is of age 0, so that staleness is then exactly 0.
+        # The mean over all tokens if each token had the mean of age 0 in its bin. If every token is of age 0, the
+        # factor is exactly 1, and staleness exactly 0.
         matched = np.where(whole[0] > 0, fresh[1] * (whole[0] / fresh[0]), 0.0).sum(axis=-1) / tokens
         total = whole[1].sum(axis=-1) / tokens
     return np.stack([matched, total - matched])
 
 
 def _split_intervals(clusters: np.ndarray, value: np.ndarray) -> dict[str, Interval]:
-    """Returns percentile intervals over clusters; none with too few."""
+    """Returns percentile intervals over clusters; empty with too few clusters."""
     fields, count = clusters.shape[0], clusters.shape[1]
     if count < FEWEST_CLUSTERS:
         return {}

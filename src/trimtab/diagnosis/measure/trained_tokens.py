@@ -1,4 +1,4 @@
-"""The trained tokens of a table, fixed bins for them, and sums over groups of them: what all measurements are made of.
+"""Trained tokens of a table, fixed bins for them, and sums over groups of them: the basis of all measurements.
 
 Positive numbers have 32 bins per factor of two, computed without a logarithm from the bits of a float32 (the exponent
 and five bits of the mantissa). The width of a bin is at most 1/32 of the number.
@@ -85,30 +85,25 @@ _EDGES = np.concatenate([-_POSITIVE_EDGES[::-1], _POSITIVE_EDGES])
 
 
 _SEQUENCE_BOUND = 300.0  # exponent bound of sequence sums: exp(2 * 300) still fits float64
-_FAR = 1 << 40  # position relative to a turn's boundary where there is none
+_FAR = 1 << 40  # position relative to a turn's boundary that does not exist
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedTokens:
-    """The trained tokens of a table in flat arrays (tokens,) float64, and the responses that have any.
-
-    places: index of each token in the table. responses: indices of the table's responses with a trained token.
-    starts: (responses + 1,), where each of them begins among the trained tokens. rows: position in `responses` of each
-    token's response. log: the log-ratio. first: index of the table's first response in the whole stream.
-    """
+    """The trained tokens of a table in flat arrays (tokens,) float64, and the responses that have any."""
 
     table: TokenTable
-    places: np.ndarray
-    responses: np.ndarray
-    starts: np.ndarray
+    places: np.ndarray  # index of each token in the table
+    responses: np.ndarray  # indices of the table's responses with a trained token
+    starts: np.ndarray  # (responses + 1,): where each of these responses begins among the trained tokens
     behavior: np.ndarray
     trainer: np.ndarray
-    log: np.ndarray
-    first: int
+    log: np.ndarray  # the log-ratio
+    first: int  # index of the table's first response in the whole stream
 
     @classmethod
     def of(cls, table: TokenTable, first: int) -> TrainedTokens:
-        """Selects trained tokens; `first`: responses before this table. `ValueError` for a non-finite log-prob."""
+        """Selects trained tokens. first: number of earlier responses. Raises `ValueError` for a non-finite log-prob."""
         places = np.flatnonzero(table.mask)
         upto = np.append(0, np.cumsum(table.mask))[table.starts]
         responses = np.flatnonzero(np.diff(upto))
@@ -125,11 +120,12 @@ class TrainedTokens:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """T: trained tokens of each response (responses,) int64."""
+        """The number of trained tokens of each response (responses,) int64."""
         return np.diff(self.starts)
 
     @cached_property
     def rows(self) -> np.ndarray:
+        """The position in `responses` of each token's response."""
         return np.repeat(np.arange(len(self.responses)), self.lengths)
 
     @cached_property
@@ -160,7 +156,7 @@ class TrainedTokens:
 
     @cached_property
     def sums(self) -> np.ndarray:
-        """Sums over each response (responses, FIELDS); those of sequences as in `corrections.statistics`."""
+        """Sums over each response (responses, FIELDS); fields of sequences are as in `corrections.statistics`."""
         log = self.over(self.log)
         product = np.exp(np.clip(log, -_SEQUENCE_BOUND, _SEQUENCE_BOUND))
         columns = {
@@ -186,7 +182,7 @@ class TrainedTokens:
 
     @cached_property
     def largest(self) -> np.ndarray:
-        """Largest log-ratio and -log-ratio of a token, and log-ratio of the product: (responses, 3)."""
+        """(responses, 3): the largest log-ratio and -log-ratio of a token, and the log-ratio of the whole response."""
         of_tokens = np.maximum.reduceat(np.stack([self.log, -self.log]), self.starts[:-1], axis=1)
         return np.stack([*of_tokens, self.sums[:, FIELDS.index("log")]], axis=1)
 
@@ -204,10 +200,10 @@ class TrainedTokens:
 
     @cached_property
     def around_turns(self) -> tuple[np.ndarray, np.ndarray]:
-        """The positions relative to the start of the token's turn and to that of the next one, both (tokens,) int64.
+        """The positions relative to the start of the token's turn, and of the next turn, both (tokens,) int64.
 
-        The first is very large in a first turn; the second is -1 for the last token of a turn, very negative in a last
-        turn.
+        The first is very large in a first turn. The second is -1 for the last token of a turn, and very negative in a
+        last turn.
         """
         number = self.at_tokens(self.table.turn_number)
         begin = np.append(True, np.diff(number) != 0)
@@ -250,7 +246,7 @@ ENVELOPE = (0.02, 0.50, 0.98)
 class Groups:
     """Sums (groups, 5) of 1, ratio - 1, log-ratio, k3 and |log-ratio|, and a histogram of the log-ratio.
 
-    bins: of the histogram; 0 for none, where there are too many groups for one.
+    bins: number of bins of the histogram; 0 for no histogram, if there are too many groups.
     """
 
     def __init__(self, groups: int, bins: int = LOG_RATIO_BINS) -> None:
@@ -275,7 +271,7 @@ class Groups:
     ) -> View:
         """Returns the groups `rows` as a view; NaN in empty ones.
 
-        envelope: the percentiles (groups, 3), where they are not those of the histogram. others: edges, columns, note.
+        envelope: the percentiles (groups, 3); by default those of the histogram. others: edges, columns, note.
         """
         envelope = quantiles(self.histogram[rows], ENVELOPE) if envelope is None else envelope
         with np.errstate(invalid="ignore"):
@@ -286,7 +282,7 @@ class Groups:
 class StepSums:
     """Sums, maxima and a histogram of log-ratios by step, in bounded memory.
 
-    With more than `most` rows, neighboring steps are merged into blocks of 2, 4, 8, ... steps, the smallest that fit.
+    With more than `most` rows, neighboring steps are merged into blocks of 2, 4, 8, ... steps: the smallest that fit.
     The blocks depend only on the steps, not on their order.
     """
 
@@ -298,9 +294,9 @@ class StepSums:
     def add(
         self, steps: np.ndarray, sums: np.ndarray, largest: np.ndarray, flat: tuple[np.ndarray, np.ndarray]
     ) -> None:
-        """Adds rows. steps (n,), which may repeat; sums (n, fields); largest (n, any).
+        """Adds rows: steps (n,), which may repeat; sums (n, fields); largest (n, any).
 
-        flat: of each token its row in steps and its log-ratio bin, both (tokens,).
+        flat: the row in `steps` and the log-ratio bin of each token, both (tokens,).
         """
         unique, place = np.unique(steps, return_inverse=True)
         count = len(unique)
@@ -331,7 +327,7 @@ class StepSums:
 def explained(values: np.ndarray, group: np.ndarray, least: int = 1) -> float:
     """Returns the share of the variance that groups of at least `least` values explain beyond chance.
 
-    Beyond chance: more than groups without a meaning explain, by three standard deviations. 0 for a single group.
+    Chance is what random groups explain, plus three standard deviations. 0 for a single group.
     """
     _, group, count = np.unique(group, return_inverse=True, return_counts=True)
     groups = int((count >= least).sum())

@@ -1,7 +1,7 @@
 """The views: ways to group trained tokens, each with the statistic of its groups (`Groups`).
 
-Most are an `Axis`, whose groups are known in advance; those by token id and by prompt show the groups with most of the
-k3.
+Most views are an `Axis`, whose groups are known in advance. The views by token id and by prompt show the groups with
+most of the k3.
 """
 
 from __future__ import annotations
@@ -38,18 +38,14 @@ _LENGTHS = np.unique(np.ceil(np.exp2(np.arange(49) / 2)).astype(np.int64))
 
 @dataclass(frozen=True)
 class Axis:
-    """A way to group trained tokens into groups that are known in advance.
-
-    group: of each token (tokens,), from 0; None where the data lacks the column. edges: (groups + 1,) of bins.
-    present: whether there is such a view, by the counts (groups,). is_whole: whether empty groups are shown.
-    """
+    """A way to group trained tokens, with groups that are known in advance."""
 
     name: str
-    group: Callable[[TrainedTokens], np.ndarray | None]
+    group: Callable[[TrainedTokens], np.ndarray | None]  # of each token (tokens,), from 0; None without the column
     labels: Sequence[str]
-    edges: np.ndarray | None = None
-    present: Callable[[np.ndarray], bool] = lambda count: bool(count.any())
-    is_whole: bool = False
+    edges: np.ndarray | None = None  # (groups + 1,) if groups are bins
+    present: Callable[[np.ndarray], bool] = lambda count: bool(count.any())  # whether there is a view, by counts
+    is_whole: bool = False  # whether empty groups are shown
     note: str = ""
 
 
@@ -73,7 +69,7 @@ class AxisView:
 
 
 def ranges(starts: Sequence[int]) -> list[str]:
-    """Returns labels of bins of whole numbers by their first ones: `0`, `1-3`, ..., and `128 and more` for the last."""
+    """Returns labels of bins of whole numbers from the first number of each: `0`, `1-3`, ..., `128 and more`."""
     firsts, lasts = starts[:-1], [start - 1 for start in starts[1:]]
     bounded = [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
     return [*bounded, f"{starts[-1]} and more"]
@@ -130,7 +126,7 @@ AXES = (
         np.linspace(0.0, 1.0, DECILES + 1),
         is_whole=True,
     ),
-    # A boundary is the first token of any turn but the first of a response.
+    # A boundary is the first token of a turn, except the first turn of a response.
     Axis(
         "turn",
         _around_boundary,
@@ -169,7 +165,7 @@ AXES = (
 
 
 class TokenIdView:
-    """The token ids that carry most of the k3. Percentiles are of the sample: a histogram for each id is too large."""
+    """The token ids with most of the k3. Percentiles are of the sample: a histogram for each id is too large."""
 
     _LARGEST = 1 << 20  # larger and negative ids share this one: no vocabulary is that large
 
@@ -201,11 +197,11 @@ class TokenIdView:
 
 
 def prompt_view(sample: TokenTable) -> View | None:
-    """Returns the prompts of the sample that carry most of the k3; None if prompts are unknown.
+    """Returns the prompts of the sample with most of the k3; None if prompts are unknown.
 
-    columns: `number` of the prompt, in the order of first occurrence, `responses` and `share` of k3. Chance falls on
-    other prompts every time; arithmetic and routing repeat. The note says how much of the variance of the size of
-    responses' errors the prompt decides.
+    Its columns are the `number` of the prompt in order of first occurrence, its `responses`, and its `share` of k3.
+    Chance affects other prompts every time; arithmetic and routing affect the same prompts. The note says how much of
+    the variance of responses' error sizes the prompt decides.
     """
     if sample.prompt is None or not sample.mask.any():
         return None
@@ -231,6 +227,6 @@ def _with_most_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _envelope(group: np.ndarray, log: np.ndarray, top: np.ndarray, fewest: int) -> np.ndarray:
-    """Returns the percentiles of the log-ratios of each of the groups `top`; NaN in those of fewer tokens."""
+    """Returns the percentiles of the log-ratios of each group of `top`; NaN with less than `fewest` tokens."""
     logs = [log[group == one] for one in top]
     return np.array([np.quantile(of, ENVELOPE) if len(of) >= fewest else np.full(3, np.nan) for of in logs])

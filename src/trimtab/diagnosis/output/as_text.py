@@ -47,7 +47,7 @@ def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
 
 
 def rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Returns label and text of each line; one with an empty label continues the line above."""
+    """Returns the label and text of each line; a line with an empty label continues the line above."""
     origin, answer = diagnosis.measured.origin, diagnosis.answer
     causes = [
         text
@@ -101,7 +101,7 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
 
 
 def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command: str = "") -> str:
-    """Returns the text to paste. command: the command line that made it, if one did."""
+    """Returns the text to paste into an issue. command: the command line that made it, if any."""
     if comparison is None:
         answer = diagnosis.answer
         lines = [f"{label}: {text}" if label else text for label, text in answer.verdict]

@@ -32,7 +32,7 @@ NOTES = read_table("texts.toml")["page"]
 def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: Comparison | None = None) -> Path:
     """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written.
 
-    command: the command line, for a reader who was not there.
+    command: the command line that the page shows.
     """
     text = page(diagnosis, command, comparison)
     return write_output(path, text.encode())
@@ -74,7 +74,7 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("Where it is", answer.where),
         *(("Why this answer", cause.evidence) for cause in diagnosis.causes[:1]),
     ]
-    # A hyphen at which lines do not break, in 1e-3.
+    # A hyphen without a line break, in 1e-3.
     return [(label, re.sub(r"(\de)-(\d)", "\\1\u2011\\2", text)) for label, text in lines]
 
 

@@ -37,8 +37,8 @@ from trimtab.text import format_number, format_percent, format_signed, short, sh
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}
-_LEAST = 1e-8  # a k3 up to here is float32 on both sides
-_FAR = 30.0  # largest over smallest value from which an axis is logarithmic
+_LEAST = 1e-8  # a k3 up to this is what float32 on both sides gives
+_FAR = 30.0  # largest / smallest value from which on an axis is logarithmic
 TEXTS = read_table("texts.toml")
 """Title of each chart, and how to read it; of those of views also the axis."""
 
@@ -70,7 +70,7 @@ def size_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
 def _ranges(size: MismatchSize) -> Chart:
     """Draws k3 with its interval on a logarithmic strip, with the published ranges and the rounding floor.
 
-    The strip begins at 1e-8: what lies below stands at its left end.
+    The strip begins at 1e-8; smaller values stand at its left end.
     """
     k3, interval = size.mismatch["k3"], size.intervals.get("k3")
     low, high = _LEAST, max(1.0, 4 * k3) if math.isfinite(k3) else 1.0
@@ -181,7 +181,7 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
 
 
 def view_panels(measured: Measured) -> tuple[list[Chart], list[str]]:
-    """Returns one chart for each view of the data, and the axes of those that it lacks."""
+    """Returns one chart for each view of the data, and the axes of missing views."""
     shown: list[Chart] = []
     absent: list[str] = []
     for name, texts in TEXTS["views"].items():
@@ -246,14 +246,14 @@ def _envelope(view: View, axis: str) -> Markup:
 
 
 def _thick(view: View) -> np.ndarray:
-    """Returns (bins,) bool: bins with enough tokens for percentiles, or all nonempty ones if hardly one has."""
+    """Returns (bins,) bool: bins with enough tokens for percentiles, or all nonempty bins if at most one has."""
     drawn = np.isfinite(view.median) & (view.count > 0)
     enough = drawn & (view.count >= FEWEST_IN_GROUP)
     return enough if enough.sum() > 1 else drawn
 
 
 def _bars(view: View, overall: float, texts: Mapping[str, str]) -> Markup:
-    """Draws k3 of each bin, as bars or, over a wide range, points on a log axis; that of all tokens as a line."""
+    """Draws k3 of each bin, as bars or, over a wide range, points on a log axis; a line shows k3 of all tokens."""
     drawn = np.isfinite(view.k3)
     bins, shown = np.flatnonzero(drawn), view.k3[drawn]
 

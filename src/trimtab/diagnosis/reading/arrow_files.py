@@ -20,7 +20,7 @@ _Opened = pq.ParquetFile | pa.ipc.RecordBatchFileReader | pa.RecordBatchReader
 
 
 class ArrowFile:
-    """A parquet file, of which only the requested columns are read, or an arrow file or stream, which is mapped."""
+    """A parquet file (only requested columns are read), or a memory-mapped arrow file or stream."""
 
     def __init__(self, path: Path, *, is_parquet: bool) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class ArrowFile:
             return
         is_file = isinstance(file, pa.ipc.RecordBatchFileReader)
         for batch in map(file.get_batch, range(file.num_record_batches)) if is_file else file:
-            batch.validate(full=True)  # offsets beyond the file would be read as they are
+            batch.validate(full=True)  # without this, offsets beyond the file would be read
             size = max(1, batch.num_rows * tokens * 4 // max(1, batch.column(behavior).nbytes))
             yield from (batch.slice(start, size) for start in range(0, batch.num_rows, size))
 
@@ -104,7 +104,7 @@ def _inside(column: pa.Array, field: str) -> pa.Array:
 
 
 def _leaves(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[int, pq.ColumnChunkMetaData]]:
-    """Yields the parts of a column that have values, each with the rows of its group."""
+    """Yields the leaves of a column in each row group that has rows, each with the group's number of rows."""
     for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
         for leaf in (group.column(index) for index in range(group.num_columns)):
             if leaf.path_in_schema.split(".")[0] == column and group.num_rows:

@@ -1,4 +1,4 @@
-"""Rows of a file as arrow arrays and numbers by role, from cells in whatever form they were written."""
+"""Converts the rows of a file to arrow arrays and numbers by role, from cells in many notations."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SHOWN.maxlist = _SHOWN.maxdict = 3
 
 
 def as_list(cell: Any) -> Any:
-    """Returns the list that a cell holds, as a list of numbers where it can be read as one; other cells unchanged.
+    """Returns the list in a cell, as numbers if possible; a cell without a list is returned unchanged.
 
-    Text is a list as written by JSON, Python or numpy. A record is `{"token", "logprob"}` as OpenAI's servers write it,
-    `[logprob, id, text]` as SGLang does, or `{id: {"logprob"}}` as vLLM does; lists of them may be in a response. Those
-    of a conversation, a list of messages and choices, are joined.
+    Text may be a list as written by JSON, Python or numpy. Items may be records: `{"token", "logprob"}` of OpenAI's
+    servers, `[logprob, id, text]` of SGLang, or `{id: {"logprob"}}` of vLLM; a list of records may be inside a server's
+    response. The lists of a conversation (a list of messages and choices) are joined.
     """
     value = _records(_parse(cell.strip()) if isinstance(cell, str) else cell)
     if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
@@ -95,7 +95,7 @@ def csv_cell(text: str) -> Any:
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
-    """Returns a cell; `column.field` is that of an object, or the list of those of a list of objects."""
+    """Returns a cell. `column.field` is a field of an object, or the list of this field over a list of objects."""
     column, _, field = name.partition(".")
     value = None if name in row else row.get(column)
     if isinstance(value, list):
@@ -118,9 +118,9 @@ def plain(value: Any) -> Any:
 
 
 def array_of(cell: Any) -> np.ndarray | None:
-    """Returns the numbers of a list or array, also written as text, None among them as NaN; None for anything else.
+    """Returns the numbers of a list or array: text is parsed, None becomes NaN. Returns None for any other cell.
 
-    Text that is no finite number, as "NaN", makes it something else: it is a cell to be looked at.
+    A list with text that is not a finite number, such as "NaN", also gives None, so that it is reported.
     """
     if not isinstance(cell, list | np.ndarray):
         return None
@@ -140,7 +140,7 @@ def array_of(cell: Any) -> np.ndarray | None:
 
 
 def shown(cell: Any) -> str:
-    """Returns a cell in short, for a message: of numbers written as text, the first one that is none."""
+    """Returns a cell in short, for a message; for numbers written as text, the first item that is not a number."""
     if isinstance(cell, list) and any(isinstance(item, str) for item in cell):
         wrong = (place for place, item in enumerate(cell) if array_of([item]) is None)
         if (place := next(wrong, None)) is not None:
@@ -182,18 +182,13 @@ Column = Any
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of a file: lists of numbers, null where there is none, and float64 (rows,), NaN where unknown, by role.
+    """Rows of a file, by role."""
 
-    numbers: row numbers in the file, from 1. keys: hashes of groups and prompts, and ids of prompts, object (rows,),
-    None where unknown.
-    faults: rows without a list by reason, each with what it holds instead.
-    """
-
-    numbers: Sequence[int]
-    lists: Mapping[str, pa.Array]
-    scalars: Mapping[str, np.ndarray]
-    keys: Mapping[str, np.ndarray]
-    faults: Mapping[str, Mapping[int, str]]
+    numbers: Sequence[int]  # row numbers in the file, from 1
+    lists: Mapping[str, pa.Array]  # lists of numbers; null if a row has none
+    scalars: Mapping[str, np.ndarray]  # float64 (rows,); NaN if unknown
+    keys: Mapping[str, np.ndarray]  # object (rows,): hashes of groups and prompts, ids of prompts; None if unknown
+    faults: Mapping[str, Mapping[int, str]]  # by reason: rows without a list, each with what it holds instead
 
     def has_value(self, role: str) -> bool:
         """Whether some row has a finite number or a key of the role."""
@@ -258,7 +253,7 @@ def _is_number_list(column: Column) -> bool:
 
 
 def _cells(role: str, column: Column) -> Sequence[Any]:
-    """Returns what each row holds, as a list of numbers where it can be read as one."""
+    """Returns the cell of each row, as a list of numbers if possible."""
     cells = column.to_pylist() if isinstance(column, pa.Array) else column
     return [as_list(cell) for cell in cells] if role in _LISTS else cells
 

@@ -36,25 +36,20 @@ _IDS = {name for layout in LAYOUTS.values() for name in layout.columns["response
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """The layout and columns of the files.
-
-    columns: names by role, in every file. roles: those that every response has a value for, by a column or otherwise.
-    anchor: proximal or current, empty without either. missing: absent columns, with the analysis that each would allow.
-    left_out: files that hold no log-probs.
-    """
+    """The layout and columns of the files."""
 
     framework: str
     layout: Layout
-    columns: Mapping[str, str]
-    roles: frozenset[str]
-    anchor: str
-    missing: Mapping[str, str]
+    columns: Mapping[str, str]  # column names by role, the same in every file
+    roles: frozenset[str]  # roles with a value for every response, from a column or otherwise
+    anchor: str  # column of the trainer's log-probs: proximal or current
+    missing: Mapping[str, str]  # absent columns, with the analysis that each would allow
     findings: tuple[Finding, ...]
-    left_out: frozenset[Path] = frozenset()
+    left_out: frozenset[Path] = frozenset()  # files without log-probs
 
     @property
     def assumes_current(self) -> bool:
-        """Whether versions of the weights are missing that a synchronous trainer decides."""
+        """Whether the files lack weight versions, but the trainer is synchronous, so that they can be assumed."""
         return bool(self.layout.synchronous) and "proximal_version" not in self.roles
 
     def step_in_name(self, path: Path) -> int | None:
@@ -69,7 +64,7 @@ def resolve(
 ) -> Resolved:
     """Assigns columns to roles. Torch files have to be loaded for it, so only the first usable one is inspected.
 
-    found: the files that were found in folders. One of these without any log-probs is left out, if another has some.
+    found: the files that were found in folders. Such a file is left out if it has no log-probs and another file has.
     """
     for role in given:
         if role not in ROLES:
@@ -86,7 +81,7 @@ def resolve(
         rest = {path: names for path, names in scanned.items() if path not in other}
         resolved = _resolve_names(rest, framework, given)
         return replace(resolved, findings=(*resolved.findings, left_out), left_out=frozenset(other))
-    # A rank of Miles in an earlier pipeline stage has no log-probs of the trainer; another file may have them.
+    # In Miles, a rank of an earlier pipeline stage has no trainer's log-probs; another file may have them.
     trainer = {*TRAINER_COLUMNS, given.get("logp_proximal"), given.get("logp_current")}
     for table in torch_files:
         if table.names() & trainer:
@@ -199,7 +194,7 @@ def _missing_column(
 
 
 def _letters(name: str) -> str:
-    """Returns a name as every spelling has it: rolloutLogProbs as rollout_log_probs."""
+    """Returns a name without its spelling: the same for rolloutLogProbs and rollout_log_probs."""
     return re.sub(r"\W|_", "", name).lower()
 
 

@@ -18,7 +18,7 @@ OUT_OF_LOSS = "no part of the loss (sample_mask 0)"
 NO_LIST, ONE_NUMBER = "is not a list of numbers", "not a list of numbers but one number"
 UNEQUAL = "lists of different lengths"
 """Reasons to drop a response."""
-_ENOUGH = 100  # trained tokens from which on log-probs without a single fraction are rounded
+_ENOUGH = 100  # from this many trained tokens on, log-probs without a single fraction count as rounded
 ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")
 
 
@@ -41,39 +41,33 @@ class ValueCounts:
 
 @dataclass(eq=False)
 class ReadCounts:
-    """Counts that are updated while files are read.
-
-    values: by column of log-probs. odd: files and responses, by key of findings.toml. k3_sum: of the trained tokens.
-    file: the one being read. first: the first row dropped for each reason. groups, prompts: their numbers over all
-    files, in the order of first occurrence; those of prompts may be shared with other data. quotes: whether messages
-    name files and quote their cells. seen: the file of each response, by its id or a hash of its content.
-    """
+    """Counts that are updated while files are read."""
 
     responses: int = 0
     tokens: int = 0
-    trained: int = 0
-    equal: int = 0
-    zero: int = 0
-    zero_trainer: int = 0
-    k3_sum: float = 0.0
-    dropped: Counter[str] = field(default_factory=Counter)
-    odd: Counter[str] = field(default_factory=Counter)
-    nonfinite: Counter[str] = field(default_factory=Counter)
-    unknown: Counter[str] = field(default_factory=Counter)
-    values: dict[str, ValueCounts] = field(default_factory=dict)
-    file: Path | None = None
-    first: dict[str, str] = field(default_factory=dict)
-    quotes: bool = True
-    groups: dict[Hashable, int] = field(default_factory=dict)
-    prompts: dict[Hashable, int] = field(default_factory=dict)
-    seen: dict[Hashable, int] = field(default_factory=dict)
+    trained: int = 0  # trained tokens
+    equal: int = 0  # trained tokens with equal log-probs on both sides
+    zero: int = 0  # trained tokens with a sampler's log-prob of 0
+    zero_trainer: int = 0  # trained tokens with a trainer's log-prob of 0
+    k3_sum: float = 0.0  # over the trained tokens
+    dropped: Counter[str] = field(default_factory=Counter)  # responses, by reason
+    odd: Counter[str] = field(default_factory=Counter)  # files and responses, by key of findings.toml
+    nonfinite: Counter[str] = field(default_factory=Counter)  # trained tokens, by column and kind
+    unknown: Counter[str] = field(default_factory=Counter)  # responses without a finite reward or advantage
+    values: dict[str, ValueCounts] = field(default_factory=dict)  # by column of log-probs
+    file: Path | None = None  # the file being read
+    first: dict[str, str] = field(default_factory=dict)  # the first row dropped for each reason
+    quotes: bool = True  # whether messages name files and quote their cells
+    groups: dict[Hashable, int] = field(default_factory=dict)  # numbers over all files, in order of first occurrence
+    prompts: dict[Hashable, int] = field(default_factory=dict)  # as `groups`; may be shared with other data
+    seen: dict[Hashable, int] = field(default_factory=dict)  # file of each response, by its id or a hash of its content
 
     def fresh(self) -> ReadCounts:
         """Returns the counts before any row was read."""
         return ReadCounts(odd=Counter({"empty": self.odd["empty"]}), quotes=self.quotes, prompts=self.prompts)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
-        """Counts dropped responses; `row`, `detail`: number of the first one in the current file, and its values."""
+        """Counts dropped responses. row, detail: number in the current file of the first of them, and its values."""
         if count:
             self.dropped[reason] += count
             if row is not None and self.file is not None:

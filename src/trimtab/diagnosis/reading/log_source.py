@@ -37,7 +37,7 @@ _FOLDERS = tuple(layout.folder for layout in LAYOUTS.values() if layout.folder)
 """Folders in which runs store their tokens."""
 _DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
 """What `save_to_disk` of the library datasets writes beside its arrow files."""
-_NEMO_RL = "train_data_step"  # how the files of NeMo-RL's training data begin
+_NEMO_RL = "train_data_step"  # prefix of the files of NeMo-RL's training data
 _PARQUET, _JSONL, _TORCH = (".parquet",), (".jsonl", ".ndjson", ".json"), (".pt", ".pth")
 _ARROW = (".arrow", ".feather")
 _CSV, _GZIP = (".csv",), ".gz"
@@ -47,9 +47,9 @@ _KINDS = "a parquet, an arrow, a JSON, a CSV nor a torch file"
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files of the paths, those of a folder in the order of numbers in their names.
+    """Returns the files of the paths; files of a folder are in the order of the numbers in their names.
 
-    Raises `TrimtabError` when there is none.
+    Raises `TrimtabError` if there is none.
     """
     if not paths:
         raise TrimtabError("no file given: name trajectory files, or the directory of a run")
@@ -63,7 +63,7 @@ def _of_folder(folder: Path) -> list[Path]:
     if not known and (folder / METRICS).is_file() and (folder / CONFIG).is_file():
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
     items = [item for root in known or [folder] for item in root.rglob("*") if not item.name.startswith((".", "_"))]
-    # NeMo-RL writes them beside tables of its evaluations, open-instruct beside rollouts without the trainer's side.
+    # NeMo-RL also writes tables of its evaluations, open-instruct also rollouts without the trainer's log-probs.
     items = [item for item in items if item.name.startswith(_NEMO_RL) or PACKED.search(item.name)] or items
     if any(_suffix(item) in _ARROW for item in items):
         items = [item for item in items if item.name not in _DATASETS]
@@ -139,8 +139,8 @@ _ADVICE: Mapping[str, str] = read_table("texts.toml")["advice"]
 class LogSource:
     """The responses of one or several files; `tables` reads them, then `counts` and `summary` are complete.
 
-    resolve: assigns columns to roles, given the names of some by role. with_prompts: whether tables have the ids of the
-    prompts, and responses all of theirs.
+    resolve: assigns columns to roles, given the names of some by role. with_prompts: whether tables have the ids of
+    prompts, and only responses with all of their ids.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class LogSource:
         self._resolve, self._given, self._resolved = resolve, columns, resolve(columns)
         self._more_roles = {"prompt_ids"} if with_prompts else set[str]()
         self._tables = [table for table in tables if table.path not in self._resolved.left_out]
-        self._valued: set[str] = set()  # roles of which some row has a value
+        self._valued: set[str] = set()  # roles for which some row has a value
         self.counts = counts
-        self._masked = ReadCounts()  # of the responses that the trainer masks out of its loss
+        self._masked = ReadCounts()  # counts of responses that the trainer masks out of its loss
 
     @property
     def files(self) -> list[Path]:
@@ -166,8 +166,8 @@ class LogSource:
     def tables(self, tokens: int = 262_144) -> Iterator[TokenTable]:
         """Yields whole responses, about `tokens` tokens at a time, in the order of the files.
 
-        Where columns without any value leave no response, the files are read again without them. Raises `TrimtabError`
-        for a damaged file.
+        If columns without any value leave no response, the files are read again without these columns. Raises
+        `TrimtabError` for a damaged file.
         """
         pending: list[TokenTable] = []
         for piece in self._pieces(max(1, tokens // 2)):
@@ -185,7 +185,7 @@ class LogSource:
             yield from self.tables(tokens)
 
     def _optional(self) -> list[str]:
-        """Returns the roles whose column may be left out: one side of the trainer's log-probs where the other is."""
+        """Returns the roles whose column may be left out, such as logp_proximal if logp_current has values."""
         trainer = {"logp_proximal", "logp_current"} & self._resolved.columns.keys()
         needed = {*NEEDED, *(trainer if len(trainer) < 2 or not trainer & self._valued else ())}
         return [role for role in self._resolved.columns if role not in needed]
@@ -238,7 +238,7 @@ class LogSource:
         )
 
     def _nothing_usable(self) -> TrimtabError:
-        """Returns the error that names why no response is usable, and the way out."""
+        """Returns the error that says why no response is usable, and what to do."""
         counts = self.counts
         why = counts.reasons(5)
         odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
@@ -293,7 +293,7 @@ class LogSource:
     def _columns(self, table: Table) -> Mapping[str, str] | None:
         """Returns the columns of a file by role; None for the file of a rank without log-probs (Miles)."""
         resolved = self._resolved
-        if not isinstance(table, TorchFile):  # `resolve` has seen the columns of all others
+        if not isinstance(table, TorchFile):  # `resolve` has seen the columns of all other files
             return resolved.columns
         present = table.names()
         missing = [role for role, name in resolved.columns.items() if name not in present]
@@ -319,8 +319,8 @@ def open_log(
     """Opens files and directories as one source.
 
     framework: its name in layouts.toml, or slime; None detects it by the columns. columns: column names by role
-    where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: to add to, new by default.
-    with_prompts: whether the ids of prompts are read too, in which case responses with a bad value are dropped whole.
+    where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: counts to add to,
+    new by default. with_prompts: whether to read the ids of prompts too; responses with a bad value are then dropped.
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """
     counts = counts or ReadCounts()

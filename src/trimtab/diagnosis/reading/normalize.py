@@ -1,4 +1,4 @@
-"""Makes a `TokenTable` of a batch of rows, whose lists it cuts to the response, and counts what is dropped."""
+"""Makes a `TokenTable` of a batch of rows: cuts their lists to the response, and counts what is dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "paddin
 
 
 class KeptRows:
-    """The rows that are still kept: `rows`, bool (rows,). A dropped one is counted by the first reason for it."""
+    """The rows that are still kept: `rows`, bool (rows,). A dropped row is counted once, by the first reason for it."""
 
     def __init__(self, numbers: Sequence[int], tally: ReadCounts) -> None:
         self.rows = np.ones(len(numbers), dtype=np.bool_)
@@ -35,7 +35,7 @@ class KeptRows:
 class TokenLists:
     """The entries of the lists of all kept rows: `values` (tokens,) by role; `lengths` (rows,), 0 for a dropped row.
 
-    ids: all response_ids of the rows, with the prompts that lists begin with, and where those of each row start.
+    ids: all response_ids of the rows, with any prompts at the start of lists, and the index where each row starts.
     prompt_length: number of tokens before the response (rows,), if the lists tell it.
     """
 
@@ -101,7 +101,7 @@ def align(batch: Batch, kept: KeptRows) -> TokenLists:
         expected = np.clip(expected, 0, 2**53).astype(np.int64)
         skip = {role: np.maximum(lengths - expected, 0) for role, lengths in whole.items()}
         kept.drop(whole["logp_behavior"] - skip["logp_behavior"] != expected, UNEQUAL, lengths_text)
-    if "prompt_length" in scalars:  # of some lists only: they begin with the prompt
+    if "prompt_length" in scalars:  # only some lists begin with the prompt
         prompt = scalars["prompt_length"]
         shortest = np.min([lengths - skip[role] for role, lengths in whole.items()], axis=0)
         for role, lengths in whole.items():
@@ -115,7 +115,7 @@ def align(batch: Batch, kept: KeptRows) -> TokenLists:
     kept.drop(tokens == 0, "no tokens")
     prompt_length = None
     if "response_length" in scalars and "response_ids" in whole:
-        # Ids that begin with the prompt tell its length, unless all lists do, which may be padded on the left.
+        # If only the ids begin with the prompt, they tell its length. If all lists do, they may be left-padded.
         prompt_length = np.where(skip["logp_behavior"] == 0, skip["response_ids"], np.nan)
     tokens = np.where(kept.rows, tokens, 0)
     entries = {role: flat(lists) for role, lists in batch.lists.items()}
@@ -142,14 +142,14 @@ def trained_tokens(tokens: TokenLists, kept: KeptRows) -> np.ndarray:
     if "turn" in values:
         kept.drop(tokens.having(values["turn"] < 0), "turn is negative")
     trained = np.ones(len(tokens.row), dtype=np.bool_)
-    for role in ("loss_mask", "padding_mask", "loss_weight"):  # a null weight is the weight of 1
+    for role in ("loss_mask", "padding_mask", "loss_weight"):  # a null weight means 1
         if role in values:
             trained &= values[role] != 0
     return trained
 
 
 def response_span(tokens: TokenLists, trained: np.ndarray, layout: Layout) -> np.ndarray:
-    """Returns which tokens (tokens,) are neither padding nor a prompt, of which it notes the length."""
+    """Returns which tokens (tokens,) are neither padding nor prompt; notes the prompt's length in `tokens`."""
     inside = np.ones(len(tokens.row), dtype=np.bool_)
     if not (layout.whole or layout.padded):
         return inside
@@ -166,7 +166,7 @@ def response_span(tokens: TokenLists, trained: np.ndarray, layout: Layout) -> np
     return inside
 
 
-_MAX_MAGNITUDE = 1e6  # magnitude in nats that counts as infinite: masks write the lowest float, or -1e9, for -inf
+_MAX_MAGNITUDE = 1e6  # larger magnitudes, in nats, count as infinite: masks write the lowest float, or -1e9, for -inf
 _LOGPS = {name.removeprefix("logp_"): name for name in (*LOGPS[1:], "logp_rescored", "entropy")}
 _FLOATS = ("prompt_length", "reward", "advantage", "temperature", "top_p")
 _INTEGERS = {"ids": "response_ids", "version": "policy_version", "turn": "turn"}
@@ -178,9 +178,9 @@ def normalize(
 ) -> TokenTable | None:
     """Returns the usable responses of a batch, or None without any. Dropped responses are counted in `tally`.
 
-    roles: those that every response has a value for; with prompt_ids a response is kept with all of its ids, or not at
-    all. file: number that distinguishes prompt groups without steps.
-    in_loss: False for the responses that the trainer masks out of its loss, in place of those that it trains on.
+    roles: roles with a value for every response; with prompt_ids, a response is kept only with all of its ids.
+    file: number that distinguishes prompt groups without steps.
+    in_loss: False returns the responses that the trainer masks out of its loss, instead of those that it trains on.
     """
     kept = KeptRows(batch.numbers, tally)
     drop_rows(batch, kept, in_loss)
@@ -220,11 +220,11 @@ def normalize(
 
 
 def _clear_nonfinite(tokens: TokenLists, trained: np.ndarray, tally: ReadCounts) -> np.ndarray:
-    """Returns the trained tokens (tokens,) with log-probs or entropy that are not finite, which are counted.
+    """Returns and counts the trained tokens (tokens,) whose log-probs or entropy are not finite.
 
     They are removed rather than masked, since an untrained token inside a response would count as the end of a turn. A
-    trainer has to drop such responses whole; here one bad token in each would leave no data. Values at untrained tokens
-    (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
+    trainer must drop such responses whole; here, one bad token in each response would leave no data. Values at
+    untrained tokens (placeholders, padding) become 0, so that no later stage depends on them. Columns become float32.
     """
     bad = np.zeros(len(trained), dtype=np.bool_)
     for name in (LOGPS[0], *_LOGPS.values()):
@@ -233,7 +233,7 @@ def _clear_nonfinite(tokens: TokenLists, trained: np.ndarray, tally: ReadCounts)
         with np.errstate(over="ignore"):  # beyond float32 is infinite, and counted as such
             values = np.array(tokens.values[name], dtype=np.float32)
         invalid = ~(np.abs(values) <= _MAX_MAGNITUDE) & trained
-        if name == "logp_rescored":  # of some responses only, and no reason to leave out a token
+        if name == "logp_rescored":  # only some responses have it: no reason to leave out a token
             values[invalid] = np.nan
         elif invalid.any():
             wrong = values[invalid]
@@ -259,9 +259,9 @@ def _drop_repeated(tokens: TokenLists, inside: np.ndarray, kept: KeptRows, file:
 
 
 def _assume_current(values: Mapping[str, np.ndarray], numbers: dict[str, np.ndarray], lengths: np.ndarray) -> None:
-    """Adds the versions that are missing in the files of a trainer that sends its weights before every generation.
+    """Adds missing versions to the files of a trainer that sends its weights before every generation.
 
-    The trainer's is the newest that tokens of the same step name; where none is named, both are the step.
+    The trainer's version is the newest among tokens of the same step; without any versions, both are the step.
     """
     step = numbers.get("step", np.zeros(len(lengths)))
     if "policy_version" in values:
@@ -318,7 +318,7 @@ def _mean(values: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.nd
 
 
 def _numbered(keys: Sequence[tuple[Hashable, ...]], known: dict[Hashable, int]) -> np.ndarray:
-    """Returns a number for each key (keys,), the next free one if it is new; one that ends in None is always new."""
+    """Returns the number of each key (keys,). A new key gets the next number; a key that ends in None is always new."""
     return np.array([known.setdefault(object() if key[-1] is None else key, len(known)) for key in keys], np.int64)
 
 

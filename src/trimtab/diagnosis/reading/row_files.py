@@ -1,8 +1,8 @@
 """Reads files of rows: one JSON object per line, one JSON array of objects, CSV, packed rows, rows of torch files.
 
-Packed rows are those in which open-instruct writes the trainer's log-probs. A row holds several sequences, each with
-its prompt. With sequence parallelism each rank writes a slice of every row to a separate file. All lists begin at the
-second token of their slice, since log-probs are those of the next token.
+open-instruct writes the trainer's log-probs in packed rows. A row holds several sequences, each with its prompt. With
+sequence parallelism each rank writes a slice of every row to a separate file. All lists begin at the second token of
+their slice, since a log-prob belongs to the next token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowFile:
         self._read = read
 
     def names(self) -> frozenset[str]:
-        """Returns the columns. One that is null in all the first rows is none: writers put null for what is unknown."""
+        """Returns the columns, without those that are null in all first rows: writers put null for unknown values."""
         every: set[str] = set()
         known: set[str] = set()
         for _, row in islice(self._read(self.path, ReadCounts()), _ROWS_FOR_NAMES):
@@ -53,7 +53,7 @@ class RowFile:
             row = {name: plain(value_of(whole, name)) for name in columns.values()}
             row[behavior] = cell = as_list(row[behavior])
             if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
-                # A batch of one, as NeMo-RL writes it: a list is around each of its values.
+                # NeMo-RL writes batches of one: each value is inside a list.
                 row = {name: of[0] if isinstance(of, list) and len(of) == 1 else of for name, of in row.items()}
             for name, cell in row.items():
                 count = len(cell) if isinstance(cell, list) else cell.size if isinstance(cell, np.ndarray) else 0
@@ -76,7 +76,7 @@ def _by_role(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> d
 def json_lines(path: Path, tally: ReadCounts) -> Rows:
     """Yields one object per line. Other lines are dropped and counted.
 
-    The standard parser is as fast here as that of arrow, reads the NaN and Infinity that Python's writers emit, and
+    The standard parser is as fast here as arrow's parser, reads the NaN and Infinity that Python's writers emit, and
     confines an error to its line.
     """
     number, longest = 0, limit(MAX_ROW_BYTES)
@@ -100,7 +100,7 @@ def json_lines(path: Path, tally: ReadCounts) -> Rows:
 
 
 def json_array(path: Path, tally: ReadCounts) -> Rows:
-    """Yields the objects of one array, of which the text is held in memory. Raises `TrimtabError` if it is damaged."""
+    """Yields the objects of one array, whose text is held in memory. Raises `TrimtabError` if it is damaged."""
     try:
         with opened(path) as file:
             reader = io.TextIOWrapper(file, encoding="utf-8-sig")
@@ -181,7 +181,7 @@ def slices_of(path: Path) -> list[Path]:
 
 
 def packed_rows(path: Path, tally: ReadCounts) -> Rows:
-    """Yields the sequences of a file, joined from all slices. A row of which a slice is missing is counted."""
+    """Yields the sequences of a file, joined from all slices. A row with a missing slice is dropped and counted."""
     slices = [json_lines(file, tally) for file in slices_of(path)]
     for parts in zip_longest(*slices, fillvalue=(0, {})):
         line, first = max(line for line, _ in parts), parts[0][1]
@@ -211,7 +211,7 @@ def _sequences(line: int, slices: Sequence[Mapping[str, Any]], tally: ReadCounts
         borders = np.flatnonzero(np.diff(of_row, prepend=0, append=0))
         for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
             if of_row[start] > 0:  # 0 is padding
-                # The first token of a later sequence was predicted from the one before it.
+                # The first token of a later sequence was predicted from the sequence before it, so it is left out.
                 span = slice(start + (start > 0), end)
                 lists = {name: column[index, span] for name, column in columns.items()}
                 yield line, row | lists | _versions(step, lists.get("model_steps"))
@@ -220,7 +220,7 @@ def _sequences(line: int, slices: Sequence[Mapping[str, Any]], tally: ReadCounts
 def _versions(step: Any, sampled: np.ndarray | None) -> dict[str, int]:
     """Returns the version of the trainer's weights, numbered as `model_steps`: by the step after which they were sent.
 
-    The first weights of a run have the number of its first step too, but are not newer than the trainer's.
+    A run's first weights have the number of its first step too. They are not newer than the trainer's weights.
     """
     if sampled is None or sampled.dtype.kind != "i" or not isinstance(step, int):
         return {}
@@ -228,6 +228,6 @@ def _versions(step: Any, sampled: np.ndarray | None) -> dict[str, int]:
 
 
 def _joined(slices: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """Returns a list of all slices (batch, time)."""
+    """Returns the lists of all slices, joined (batch, time)."""
     parts = [np.array(row[name]).reshape(row[f"{name}_shape"]) for row in slices]
     return np.concatenate([np.atleast_2d(part) for part in parts], axis=1)

@@ -24,9 +24,9 @@ _CARD_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 
 
 def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, ...]]:
-    """Returns the settings of the runs that the files belong to, and the reasons not to use them.
+    """Returns the settings of the runs that the files belong to, and findings that say why there are none.
 
-    None without a run's config.toml beside the files (or beside their `trajectories` folder), or when runs differ.
+    None without a run's config.toml beside the files (or beside their `trajectories` folder), or if runs differ.
     """
     runs = dict.fromkeys(run for file in files if (run := run_of(file)) is not None)
     known: list[Settings | None] = []
@@ -43,9 +43,9 @@ def settings_of(files: Iterable[Path]) -> tuple[Settings | None, tuple[Finding, 
 
 
 def made_with(files: Iterable[Path], framework: str) -> tuple[str, str, dict[str, str], tuple[Finding, ...]]:
-    """Returns sampler, model, versions of packages, and the reasons not to use them; only what all files agree on.
+    """Returns sampler, model and package versions that all files agree on, and a finding if they cannot be read.
 
-    Those of a run of this package are in its recipe and provenance, model and versions of TRL in its model card.
+    A run of this package has them in its recipe and provenance; TRL has model and versions in its model card.
     """
     places = dict.fromkeys(run_of(file) or (file.parent.parent if framework == "trl" else None) for file in files)
     try:

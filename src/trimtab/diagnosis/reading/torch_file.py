@@ -1,7 +1,7 @@
 """Reads files of `torch.save`, unpickling only tensors, arrays and plain values.
 
-Three shapes: `samples`, one dictionary a response; `rollout_data`, one list a column; or a plain dictionary of padded
-tensors (batch, time).
+A file has one of three shapes: `samples`, one dictionary per response; `rollout_data`, one list per column; or a plain
+dictionary of padded tensors (batch, time).
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _check_packing(path: Path) -> None:
 def _count(payload: Any, path: Path) -> int:
     """Returns the number of values in all containers, tensors and arrays, counted as often as they are reached.
 
-    A tensor with strides of 0 and a list that is in many places take memory once. Raises `TrimtabError` for a tensor
-    that is not a plain array of numbers, and for a container that is inside itself.
+    Repeated values (a tensor with strides of 0, a list in many places) take memory once, but count each time. Raises
+    `TrimtabError` for a tensor that is not a plain array of numbers, and for a container that is inside itself.
     """
     counted: dict[int, int] = {}
     waiting, begun = [payload], set[int]()
