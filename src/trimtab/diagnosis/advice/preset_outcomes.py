@@ -73,7 +73,7 @@ class AdviceData:
 
     @cached_property
     def ratios(self) -> Mapping[str, Tensor]:
-        """trainer/sampler at the trained tokens (trained,), float64, by level: of the token, or of its turn or response."""
+        """Ratios of trained tokens (trained,), float64, by level: of the token, or of its turn or response."""
         mask, sequences = self.logps.mask, self.logps.sequences
         log = log_ratio(*self._sides, mask)
         levels = ("token", *PRODUCT_LEVELS)
