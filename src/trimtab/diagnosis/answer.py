@@ -96,7 +96,7 @@ class Answer:
     where: str
     split: str
     figures: Mapping[str, Figure]  # statistics of the mismatch by key
-    outside: Mapping[str, str]  # healthy range of each figure that is outside its range, by key
+    outside: Mapping[str, str]  # by key: the healthy range of each figure outside it
     faults: Mapping[str, str]  # remedies, by name, of causes and findings to repair before any correction
     findings: tuple[Finding, ...]  # all findings, the causes first
     families: tuple[Family, ...]  # the candidates that are shown
@@ -193,7 +193,7 @@ def cause_text(cause: Cause | None) -> str:
 
 
 def _severity(measured: Measured, causes: Sequence[Cause], faults: Mapping[str, str]) -> str:
-    """Returns good if k3 is healthy, with masked responses too, and nothing or only `precision` was found."""
+    """Returns good if k3 is healthy, with masked responses too, and no fault and no cause but `precision` is found."""
     harmless = all(cause.name == "precision" for cause in causes) and not faults
     k3 = [measured.size.mismatch["k3"], *([measured.origin.masked.k3_with] if measured.origin.masked else [])]
     return "good" if harmless and all(judge(K3, value) == "healthy" for value in k3) else "warn"

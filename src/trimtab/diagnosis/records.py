@@ -334,7 +334,7 @@ class KnownFault:
 
     @property
     def text(self) -> str:
-        """One sentence each on where it occurs, what it does and what repairs it, and the source."""
+        """Where the fault occurs, what it does, what repairs it, and the source."""
         word = "known" if self.certain else "may apply"
         return f"{word} ({self.where}): {self.symptom}. Repair: {self.repair} ({self.link})"
 

@@ -64,5 +64,5 @@ class Redaction:
 
 
 def _known(word: str) -> str:
-    """Returns the word if it names a dtype or a quantization; a user may have chosen any other word."""
+    """Returns a word that names a dtype or a quantization; "(left out)" for others, which a user may have chosen."""
     return word if _NUMERICS.fullmatch(word) else "(left out)"

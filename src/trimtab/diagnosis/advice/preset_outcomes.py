@@ -73,7 +73,7 @@ class AdviceData:
 
     @cached_property
     def ratios(self) -> Mapping[str, Tensor]:
-        """trainer/sampler at the trained tokens (trained,), float64, by level: of the token or of its unit."""
+        """Ratios of trained tokens (trained,), float64, by level: of the token, or of its turn or response."""
         mask, sequences = self.logps.mask, self.logps.sequences
         log = log_ratio(*self._sides, mask)
         levels = ("token", *PRODUCT_LEVELS)
@@ -136,7 +136,7 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
 
 
 def outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any]) -> PresetOutcome:
-    """Returns the row of one preset at bounds that are neither the published ones nor quantiles of the data."""
+    """Returns the row of one preset at bounds that are neither published nor quantiles of the data."""
     row = _outcome(data, lambda built, sign: weights(built, data, sign), preset, bounds)
     return replace(row, calibrated=False)
 

@@ -2,7 +2,7 @@
 
 The rules follow from three facts about tokens y drawn from mu and a trainer pi:
 
-    E[pi/mu] = 1        if the reported log-probs are those of the sampling distribution and pi has no larger support
+    E[pi/mu] = 1        if the reported log-probs are of the sampling distribution and pi has no larger support
     logit pi = a logit mu + (a - 1) h      if both are one model at two temperatures (a > 0; h >= 0 is a Renyi entropy
                                            of the context's tokens that were not sampled)
     noise moves logits   bfloat16, quantized weights and old weights shift logits up and down: the ratio keeps mean 1

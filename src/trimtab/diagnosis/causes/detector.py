@@ -57,7 +57,7 @@ class LogprobPairs:
 
     @staticmethod
     def concat(parts: Sequence[LogprobPairs]) -> LogprobPairs:
-        """Returns several selections of tokens of one table as one, in the order of the table."""
+        """Joins selections of tokens of one table, in the order of the table."""
         names = ("index", "behavior", "trainer")
         order = np.argsort(np.concatenate([part.index for part in parts]), kind="stable")
         joined = (np.concatenate([getattr(part, name) for part in parts])[order] for name in names)

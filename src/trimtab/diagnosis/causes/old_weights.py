@@ -8,10 +8,10 @@ With versions, the shift of logits must grow with age. Without versions, old wei
   - Drift shifts a token the same way in every context; rounding errors are nearly independent between contexts (tested
     for vocabularies of words, not of characters).
 
-Versions name the weights that were loaded. They do not show weights that never arrive (`undelivered`: the shift grows
-from step to step at one age), or keys and values of older weights in a cache (`stale-cache`: the shift is larger if a
-prompt was asked before). Versions that are assumed for a synchronous trainer, since the files lack them, count as
-recorded for `undelivered` and `stale-cache`, and as unknown for `stale`.
+Versions name the weights that were loaded. They do not show weights that never arrive: then the shift grows from step
+to step at one age (`undelivered`). Nor do they show keys and values of older weights in a cache: then the shift is
+larger if a prompt was asked before (`stale-cache`). Versions that are assumed for a synchronous trainer, since the
+files lack them, count as recorded for `undelivered` and `stale-cache`, and as unknown for `stale`.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class _Candidate(NamedTuple):
 
 
 def _best_shift(tokens: LogprobPairs) -> _Shift | None:
-    """Returns the offset with the largest gain and the stretches that it repairs; None without a significant one."""
+    """Returns the offset with the largest gain and the stretches that it repairs; None if no gain is significant."""
     distance = _distance(tokens)
     if distance.sum() < MIN_GAIN:
         return None
@@ -166,7 +166,7 @@ def _fitting(tokens: LogprobPairs, distance: np.ndarray, candidate: _Candidate) 
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
     inside = _trim(_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, offset)
-    # Across masked tokens the neighbor among trained tokens is not the one at that offset: such pairs stay unrepaired.
+    # Across masked tokens, the neighboring trained token is not at that offset: such pairs stay unrepaired.
     inside &= tokens.position[partner] - tokens.position == offset
     if inside.sum() < 6:
         return None

@@ -212,8 +212,8 @@ ORDINARY, ORDINARY_BOTH = (k3_ranges()[name].high for name in ("dense", "small-d
 def rescored_sides(table: TokenTable) -> RescoredSides | None:
     """Returns which side is wrong; None without the column `logp_rescored` or a trained token.
 
-    One side alone is wrong if its k3 exceeds that of 16-bit arithmetic, and is `LEAD` times the other side's with
-    disjoint intervals. Otherwise both are wrong if a k3 exceeds what small models reach in 16 bits.
+    One side alone is wrong if its k3 exceeds `ORDINARY` (16-bit arithmetic), and is `LEAD` times the other side's with
+    disjoint intervals. Otherwise both are wrong if a k3 exceeds `ORDINARY_BOTH` (small models in 16 bits).
     """
     tokens = TrainedTokens.of(table, 0)
     if table.rescored is None or not len(tokens):

@@ -186,7 +186,7 @@ class PlaceholderSums:
         return tokens * (share * math.log(share / expected) + inside) < CHANCE
 
     def _is_only_last(self, name: str, place: str, counts: _Counts) -> bool:
-        """Whether 0.0 is frequent at the last token, where the other side is far away, and rare elsewhere."""
+        """Whether 0.0 is frequent at last tokens, with the other side far away, and rare elsewhere."""
         elsewhere = (self._everywhere(name, 0.0)[0] - counts.tokens + 1) / self.tokens
         frequent = counts.tokens / self.responses > MIN_LAST_RATE * elsewhere
         return place == "last" and frequent and counts.apart >= 0.5 * counts.tokens
@@ -257,7 +257,7 @@ def _places(table: TokenTable, at: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _last(table: TokenTable) -> np.ndarray:
-    """Returns which tokens are the last trained ones of their response."""
+    """Returns which tokens are the last trained token of their response."""
     trained = np.flatnonzero(table.mask)
     last = np.zeros_like(table.mask)
     last[trained[np.diff(table.row[trained], append=-1) != 0]] = True

@@ -1,7 +1,7 @@
 """The size of the mismatch: figures with intervals, overall and per step, their floor, and the part that is staleness.
 
-The figures are those of `trimtab.mismatch` (`SizeSums`). The floor is the k3 that comes from the rounding the log-probs
-were stored with (`RoundingDetector`).
+The figures are the same as of `trimtab.mismatch` (`SizeSums`). The floor is the k3 that rounding of the stored
+log-probs causes (`RoundingDetector`).
 
 The split (`DriftSums`). A token of age a was sampled from mu_v, version v on the sampler, and is scored by pi_P,
 version P = v + a on the trainer. Its log-ratio is a sum of mismatch and staleness,

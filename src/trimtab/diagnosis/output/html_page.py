@@ -65,7 +65,7 @@ def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None 
 
 
 def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Returns what is wrong, how sure that is, what to do first, how large and where it is, and why, with labels."""
+    """Returns labels and texts: what is wrong, how certain, what to do first, how large and where it is, and why."""
     answer = diagnosis.answer
     lines = [
         *((ANSWERS[label], text) for label, text in answer.verdict if label in ANSWERS),

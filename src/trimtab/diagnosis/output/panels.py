@@ -285,7 +285,7 @@ def _log_k3(axes: Axes) -> None:
 
 
 def _name_bins(axes: Axes, labels: Sequence[str]) -> None:
-    """Labels every bin, or every second or third where labels would overlap."""
+    """Labels every bin, or every second or third bin if labels would overlap."""
     labels = [_SHORT.get(label, label).replace(" and more", "+") for label in labels]
     width = max((len(label) for label in labels), default=1)
     every = max(math.ceil(len(labels) / _TICKS), math.ceil(len(labels) * width / 60))

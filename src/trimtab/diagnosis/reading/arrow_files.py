@@ -96,7 +96,7 @@ def _names_inside(field: pa.Field) -> set[str]:
 
 
 def _inside(column: pa.Array, field: str) -> pa.Array:
-    """Returns a field of a column of structures, or of lists of them as lists."""
+    """Returns a field of a column of structures; from lists of structures, lists of the field."""
     if not is_list(column.type):
         return pc.call_function("struct_field", [column], pc.StructFieldOptions([field]))
     values = pc.call_function("struct_field", [column.values], pc.StructFieldOptions([field]))

@@ -82,7 +82,7 @@ def _parsed_number(text: str) -> int | float:
 
 
 def csv_cell(text: str) -> Any:
-    """Parses a cell: a list of numbers, an object, a number, None for an empty one, or text."""
+    """Parses a cell: a list of numbers, an object, a number, None if it is empty, or text."""
     text = text.strip()
     if (numbers := number_list(text)) is not None:
         return numbers
@@ -285,7 +285,7 @@ def _scalars(role: str, cells: Sequence[Any]) -> np.ndarray:
 
 
 def _key(cell: Any) -> int | None:
-    """Returns a hash, since prompts are long and only their equality matters; None for an unknown one."""
+    """Returns a hash, since prompts are long and only their equality matters; None if unknown."""
     if isinstance(cell, np.ndarray):
         return hash(cell.tobytes())
     return None if cell is None or cell != cell else hash(str(cell))

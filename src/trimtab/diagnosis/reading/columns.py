@@ -40,7 +40,7 @@ class Resolved:
 
     framework: str
     layout: Layout
-    columns: Mapping[str, str]  # column names by role, the same in every file
+    columns: Mapping[str, str]  # column names by role, present in every file
     roles: frozenset[str]  # roles with a value for every response, from a column or otherwise
     anchor: str  # column of the trainer's log-probs: proximal or current
     missing: Mapping[str, str]  # absent columns, with the analysis that each would allow
@@ -194,7 +194,7 @@ def _missing_column(
 
 
 def _letters(name: str) -> str:
-    """Returns a name without its spelling: the same for rolloutLogProbs and rollout_log_probs."""
+    """Returns the letters and digits of a name in lower case: the same for rolloutLogProbs and rollout_log_probs."""
     return re.sub(r"\W|_", "", name).lower()
 
 

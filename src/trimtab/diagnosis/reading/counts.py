@@ -24,7 +24,7 @@ ODD_FILES = ("no-rows", "empty", "no-trainer", "several-versions")
 
 @dataclass(eq=False)
 class ValueCounts:
-    """Counts of the log-probs of one column at trained tokens: those above 0, those with a fraction, and the range."""
+    """Counts of one column's log-probs at trained tokens: values above 0, values with a fraction, and the range."""
 
     above: int = 0
     fractions: int = 0
@@ -67,7 +67,7 @@ class ReadCounts:
         return ReadCounts(odd=Counter({"empty": self.odd["empty"]}), quotes=self.quotes, prompts=self.prompts)
 
     def drop(self, reason: str, count: int = 1, row: int | None = None, detail: str = "") -> None:
-        """Counts dropped responses. row, detail: number in the current file of the first of them, and its values."""
+        """Counts dropped responses. row, detail: number of the first one in the current file, and its values."""
         if count:
             self.dropped[reason] += count
             if row is not None and self.file is not None:

@@ -77,7 +77,7 @@ def _of_folder(folder: Path) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Returns the suffix that determines the format: for gzipped text files the one before `.gz`."""
+    """Returns the suffix that determines the format: for gzipped text files, the suffix before `.gz`."""
     suffix = path.suffix.lower()
     if suffix != _GZIP:
         return suffix
@@ -86,7 +86,7 @@ def _suffix(path: Path) -> str:
 
 
 def open_table(path: Path) -> Table | None:
-    """Returns the reader of a file by its first bytes and name, or None for an empty one.
+    """Returns the reader of a file by its first bytes and name, or None for an empty file.
 
     Raises `TrimtabError` for an unsupported format.
     """
@@ -319,7 +319,7 @@ def open_log(
     """Opens files and directories as one source.
 
     framework: its name in layouts.toml, or slime; None detects it by the columns. columns: column names by role
-    where they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: counts to add to,
+    if they differ (`logp_behavior="rollout_lp"`); an empty name omits the column. counts: counts to add to,
     new by default. with_prompts: whether to read the ids of prompts too; responses with a bad value are then dropped.
     Raises `TrimtabError` for a missing path, an unsupported file, or a missing required column.
     """

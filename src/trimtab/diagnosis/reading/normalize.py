@@ -57,7 +57,7 @@ class TokenLists:
         return np.bincount(self.row[tokens], minlength=len(self.lengths)) > 0
 
     def prompts(self, rows: np.ndarray) -> list[np.ndarray | None]:
-        """Returns the ids that each list begins with before its response, where `rows` is True; None if unknown."""
+        """Returns the prompt's ids at the start of each list where `rows` is True; None if unknown."""
         if self.prompt_length is None or not len(self._ids):
             return [None] * int(rows.sum())
         spans = zip(self._first[rows].tolist(), self.prompt_length[rows].tolist(), strict=True)
@@ -134,7 +134,7 @@ def _entries(values: np.ndarray, whole: np.ndarray, skip: np.ndarray, lengths: n
 
 
 def trained_tokens(tokens: TokenLists, kept: KeptRows) -> np.ndarray:
-    """Returns the tokens (tokens,) that all masks select; drops rows where a mask or another integer is null."""
+    """Returns the tokens (tokens,) that all masks select; drops rows with a null in a mask or in other integers."""
     values = tokens.values
     for role in _WHOLE_NUMBERS:
         if role in values and values[role].dtype.kind == "f":
@@ -247,7 +247,7 @@ def _clear_nonfinite(tokens: TokenLists, trained: np.ndarray, tally: ReadCounts)
 
 
 def _drop_repeated(tokens: TokenLists, inside: np.ndarray, kept: KeptRows, file: int) -> None:
-    """Drops rows whose tokens and log-probs are bitwise equal to those of a row in an earlier file."""
+    """Drops rows whose tokens and log-probs are bitwise equal to a row of an earlier file."""
     columns = [tokens.values[name] for name in sorted(tokens.values.keys() & {"response_ids", *LOGPS})]
     repeated = np.zeros(len(kept.rows), dtype=np.bool_)
     for row in np.flatnonzero(kept.rows).tolist():
