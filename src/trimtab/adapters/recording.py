@@ -131,7 +131,7 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
     if not later or any(other == rank for _, other in later):
         return bool(later)
     with readable_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
-        ahead = os.fstat(file.fileno()).st_mtime - time.time()  # how far the clock that dates files, perhaps a server's, is ahead
+        ahead = os.fstat(file.fileno()).st_mtime - time.time()  # of the clock that dates files (a server's?)
     return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)
 
 
