@@ -116,8 +116,8 @@ def actor_loss(
 def _read(reader: str, current: Tensor, data: Mapping[str, Any], version: int | None) -> tuple[PolicyLogps, Tensor]:
     """Returns the log-probs and the advantages of a batch; a packed row is split into one row per sequence.
 
-    reader: the objective or monitor that reads the age of each token's policy; empty if none does. Without versions
-    from AReaL, the age is None.
+    reader: name of the objective or monitor that reads the age of each token's policy, or empty. Without versions from
+    AReaL, the age is None.
     """
     cumulative = data.get("cu_seqlens")
     borders = [len(current)] if cumulative is None else cumulative.diff().tolist()

@@ -25,13 +25,13 @@ METRICS = (
 """Shares and means that keep their meaning when a trainer averages them over micro-batches."""
 
 CERTAIN = math.log(0.99)
-"""A token without a sampler log-prob is left out without its response if the trainer's log-prob is at least this."""
+"""If the trainer's log-prob is at least this, a token without a sampler log-prob is left out, but not its response."""
 
 
 def per_response(objective: Objective, advantage: Tensor, mask: Tensor) -> Tensor:
     """Returns the advantages as the objective reads them: (batch, 1) if it needs one per response, else unchanged.
 
-    advantage: (batch, time). Raises `TrimtabError` if it needs one per response and those of trained tokens differ.
+    advantage: (batch, time). Raises `TrimtabError` if it needs one and the trained tokens of a response differ.
     """
     if not objective.one_advantage_per_response:
         return advantage
@@ -135,7 +135,7 @@ def record(
 ) -> dict[str, float]:
     """Writes the log-probs of a micro-batch, shows them to a monitor, and returns its scalars; no loss is computed.
 
-    advantage, step: as for `evaluate`. Raises `TrimtabError` without log-probs of the sampler.
+    advantage, step: as for `evaluate`. Raises `TrimtabError` if a dump or monitor would get no sampler log-probs.
     """
     watched, used = observations(monitor), "dump" if dump is not None else "monitor"
     if logps.behavior is None and (dump is not None or watched is not None):
@@ -152,8 +152,8 @@ def counted_state(tokens: Tensor | float, sequences: Tensor | float, like: Tenso
     """Returns the state of an update from the trainer's own counts, if nothing else is known of the update.
 
     tokens, sequences: numbers of trained tokens and of sequences in the whole update, the denominators of the
-    aggregation. If they are 1, the trainer has to divide: the loss is a sum over tokens, or over sequences of their
-    means. like: a tensor on the device of the batch.
+    aggregation. If they are 1, the loss is a sum over tokens, or a sum of the means of sequences, and the trainer must
+    divide it. like: a tensor on the device of the batch.
     """
     tokens, sequences = (
         torch.as_tensor(value, dtype=torch.float64, device=like.device) for value in (tokens, sequences)

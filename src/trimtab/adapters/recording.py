@@ -47,7 +47,7 @@ def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterat
     """Yields a row for each response of a padded batch.
 
     length: (batch,) tokens of each response, trained or not; the rest is padding. tokens: columns of (batch, time).
-    responses: columns of one value a response. A number that is not finite becomes null.
+    responses: columns with one value per response. A number that is not finite becomes null.
     """
     of_tokens, of_responses = (
         json_value({name: values for name, values in columns.items() if values is not None})
@@ -131,7 +131,7 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
     if not later or any(other == rank for _, other in later):
         return bool(later)
     with readable_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
-        ahead = os.fstat(file.fileno()).st_mtime - time.time()  # offset of the file system's clock (a server's?)
+        ahead = os.fstat(file.fileno()).st_mtime - time.time()  # of the clock that dates files (a server's?)
     return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)
 
 

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` that records log-probs and can train any Trimtab objective. Checked against TRL 1.16.
+"""A `GRPOTrainer` for TRL that records log-probs and can train any Trimtab objective. Checked against TRL 1.16.
 
     from trimtab.adapters.trl import GRPOTrainer
     trainer = GRPOTrainer(model, reward_funcs, args=config, train_dataset=data, dump="logps")  # TRL's own loss

@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` that records log-probs and can train any Trimtab objective. Checked against TRL 1.16.
+"""An `AsyncGRPOTrainer` for TRL that records log-probs and can train any Trimtab objective. Checked against TRL 1.16.
 
     from trimtab.adapters.trl import AsyncGRPOTrainer
     trainer = AsyncGRPOTrainer(model, reward_funcs, args=config, train_dataset=data, objective="icepop", dump="logps")

@@ -97,7 +97,7 @@ class ReturnAtSign(TrainerCallback):
         self._snapshots = [self._snapshot(state.global_step)] if self._is_whole else []
 
     def see_loss(self, loss: Tensor) -> None:
-        """Notes whether the loss of a micro-batch is finite."""
+        """Stores whether the loss of a micro-batch is finite."""
         finite = torch.isfinite(loss.detach()).all()
         self._finite = finite if self._finite is None else self._finite & finite
 

@@ -1,7 +1,7 @@
-"""Reads the responses back from a packed row of TRL's `AsyncGRPOTrainer`.
+"""Unpacks the responses of a packed row of TRL's `AsyncGRPOTrainer`.
 
-A packed row is a tree of prefixes: a token that several samples share is stored once. A list of terms has, for every
-trained token of every sample, the position that predicts it (`packing.py` of TRL 1.16).
+A packed row is a tree of prefixes: a token that several samples share is stored once. A list of terms stores,
+for every trained token of every sample, the position that predicts it (`packing.py` of TRL 1.16).
 """
 
 from __future__ import annotations

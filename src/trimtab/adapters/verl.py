@@ -73,7 +73,7 @@ def with_keywords(policy_loss_config: type) -> type:
         policy_loss_config.__name__,
         [(KEYWORDS, dict, dataclasses.field(default_factory=dict))],
         bases=(policy_loss_config,),
-        namespace={"__module__": policy_loss_config.__module__},  # where a process that unpickles it looks
+        namespace={"__module__": policy_loss_config.__module__},  # where other processes look it up
     )
 
 

@@ -19,11 +19,11 @@ from trimtab.monitor.metrics_of_step import MeanRatio
 from trimtab.text import short
 
 WINDOW = 20
-"""Number of steps over which a median or mean is taken, to compare it with the one of earlier steps."""
+"""Number of steps in a window, whose median or mean is compared with that of earlier steps."""
 KEPT = 2 * WINDOW
 """Number of newest steps that the rules read, besides the first `WINDOW` steps and the window of the best reward."""
 NORM_FALL = 0.35
-"""The gradient norm falls if its median is below this share of the earlier one. Miles: .07 to .02 before a collapse."""
+"""The gradient norm falls below this share of its earlier median. Miles reports .07 to .02 before a collapse."""
 NORM_RISE = 10.0
 """The gradient norm explodes if it reaches this many times its median in the first steps."""
 LEAST_BEFORE = 3
@@ -37,16 +37,16 @@ RECENT = 5
 EXACT = 1e-7
 """Up to this k3, trainer and sampler differ only by rounding in float32."""
 JUMP = 4.0
-"""k3 jumps if the last two steps exceed this many times the largest k3 before (`benchmarks/monitor.py`)."""
+"""k3 jumps if the last two steps exceed this many times the window's largest k3 before (`benchmarks/monitor.py`)."""
 SHIFT_STEPS = 3
 """Number of last steps whose mean log k3 is compared with earlier means, because `JUMP` misses the first lost weights
 of a 4-bit sampler."""
 SHIFT_ERRORS = 4.6
 """k3 shifts by more than this many standard errors; 40 runs without a fault reached 4.1 (`benchmarks/monitor.py`)."""
 LEAST_SPREAD = 0.25
-"""Least standard deviation of log k3 between steps that is assumed, even if rounding hardly varies."""
+"""The standard deviation of log k3 between steps counts as at least this, even if rounding hardly varies."""
 LARGEST = 4.0
-"""A step is clipped at the mean + this many standard deviations, so that one step alone is not a shift."""
+"""Log k3 of a step is clipped at the mean + this many standard deviations, so that one step alone is not enough."""
 RISE = 5.0
 """k3 rises if its median in the last steps is above this many times its median in the first steps."""
 RATIO_STEPS = 10
@@ -122,7 +122,7 @@ def first_alarms(steps: Sequence[Step]) -> list[Alarm]:
 
 
 def lasting_alarms(steps: Sequence[Step]) -> list[Alarm]:
-    """Returns the alarms that are still raised when the last steps are compared with those before the first alarm."""
+    """Returns the alarms that are still raised when the last steps are compared with those before the alarm."""
     lasting = {alarm.name: alarm for alarm in (alarms(steps) if steps else ())}
     places = {step.number: place for place, step in enumerate(steps)}
     for alarm in first_alarms(steps):
@@ -190,7 +190,7 @@ def _jump(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
 
 
 def _shift(steps: Sequence[Step]) -> tuple[Status, int, str] | None:
-    """Returns the same if the mean of the last three steps is beyond earlier means; weaker evidence than a jump."""
+    """Returns the same as `_jump` if the mean of the last three steps is beyond earlier means: weaker evidence."""
     logs = np.log(np.maximum([step["mismatch/k3"] for step in steps[-KEPT:]], EXACT))
     before, last = logs[:-SHIFT_STEPS], logs[-SHIFT_STEPS:]
     if len(before) < WINDOW:
@@ -356,7 +356,7 @@ def log_probs_are_missing(steps: Sequence[Step]) -> Alarm | None:
 
 
 def clearly_above(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the mean of one series is above that of the other by more than three standard errors."""
+    """Returns whether the mean of one series is above that of the other by more than three standard errors."""
     standard_error = math.hypot(*(float(values.std(ddof=1)) / math.sqrt(len(values)) for values in (one, other)))
     return float(one.mean() - other.mean()) > STANDARD_ERRORS * standard_error
 

@@ -1,4 +1,4 @@
-"""The first sign of a collapse in the steps of a run, and the newest policy before it to trust. Pure functions."""
+"""The first sign of a collapse in the steps of a run, and the newest policy still to be trusted. Pure functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def first_sign(steps: Sequence[Step], on: Collection[str]) -> Sign | None:
     """Returns the first watched alarm that the last of the steps raises, as a sign, or None.
 
     A rule needs up to `WINDOW` steps to see a fault, so policies are trusted up to `WINDOW` steps before the sign. An
-    alarm at every step that its rule could judge comes from the setup, not from training, and is left out.
+    alarm raised at every step that its rule could judge comes from the setup, not from training, and is left out.
     """
     for alarm in alarms(steps):
         watched = WATCHED.get(alarm.name)
@@ -62,8 +62,8 @@ def trusted_step(steps: Sequence[Step]) -> int:
 def needed_snapshots(snapshots: Sequence[int], trusted: int, *others: int, every: int = 1) -> set[int]:
     """Returns the steps of the snapshots that a return may need.
 
-    They are the snapshots after the step `trusted` (not every rule has judged those steps) at multiples of `every`, the
-    last one up to `trusted`, and the last one up to each of the `others`; if there is none, the oldest snapshot.
+    They are the snapshots after step `trusted` at multiples of `every`, because not every rule has judged these steps;
+    the last one up to `trusted`; and the last one up to each of the `others`. If there is none, the oldest is needed.
     """
     newest = {step for step in snapshots if step > trusted and step % every == 0}
     oldest = min(snapshots, default=0)
@@ -71,7 +71,7 @@ def needed_snapshots(snapshots: Sequence[int], trusted: int, *others: int, every
 
 
 def _since_the_start(name: str, steps: Sequence[Step]) -> bool:
-    """Returns whether every step so far, at most `WINDOW`, that the rule can judge raised the alarm `name`."""
+    """Returns whether every step that the rule could judge raised the alarm `name`; False after `WINDOW` steps."""
     if len(steps) > WINDOW:
         return False
     judged = (alarms(steps[: count + 1]) for count in range(RECENT - 1, len(steps)))

@@ -50,7 +50,7 @@ class Monitor:
     stop_on: what stops the training, from "reward", "ess", "length" and "mismatch": at the first sign of a collapse,
         `observe` raises `GuardStop`, and so does every later call. The message says what was seen, and the newest step
         that is not in doubt. A script that does not catch the error prints the message and exits with status 3. A Ray
-        worker passes the error on to its driver, which exits likewise if it also has such a monitor and no handler.
+        worker passes the error to its driver, which exits likewise if it has such a monitor and no handler of its own.
 
     Memory does not grow with the number of steps. An alarm is raised once, again if it gets worse, and again if it
     comes back after 20 steps. A monitor that is still open when the process ends closes itself. A second trainer may

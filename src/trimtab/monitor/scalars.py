@@ -138,7 +138,7 @@ def steps_of(rows: Iterable[Mapping[str, Any]]) -> list[Step]:
 def step_of(row: Row, mismatch: Curve | None, names: Mapping[str, str]) -> Step | None:
     """Returns a row as a step of the monitor's rules. names: logged name -> name in these rules.
 
-    Returns None if the mismatch is missing or not finite or, if no curve measures it, if every other metric is.
+    Returns None if the mismatch is missing or not finite; without a mismatch curve, if this holds for every metric.
     """
     metrics = {name: row[logged] for logged, name in names.items() if logged in row}
     if mismatch is not None:

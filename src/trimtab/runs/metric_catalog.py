@@ -94,12 +94,12 @@ def metric(key: str) -> Metric | None:
 
 
 def with_verdict(role: str) -> dict[str, str]:
-    """Returns key -> `called` of the metrics that have a role in the verdict of a run."""
+    """Returns key -> `called` of the metrics with this role in the verdict of a run."""
     return {row.key: row.called for part in sections() for row in part.metrics if row.verdict == role}
 
 
 def judge(key: str, value: Any) -> Literal["healthy", "outside", ""]:
-    """Returns whether `value` is in the healthy band of the metric `key`; empty without a band, or without a number.
+    """Returns `healthy` or `outside`, by the healthy band of the metric `key`; empty without a band or a number.
 
     For a row with `of`, `value` is the metric divided by that other metric.
     """

@@ -27,7 +27,7 @@ from trimtab.runs.provenance import read_starts
 T = TypeVar("T")
 EVENT, RETURNS = "guard/event", "guard/returns"
 CONTINUES_FROM = "guard/continues_from"
-"""Metric of the first step after a return of the guard: the step of the restored policy. Steps between are dropped."""
+"""Metric of the first step after a guard's return: the step of the restored policy. Steps between are discarded."""
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
 # Columns shown with a completion. The optional ones are present in files written by training.
 _REQUIRED_COLUMNS = ("group", "reward")

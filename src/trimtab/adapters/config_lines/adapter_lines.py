@@ -52,8 +52,8 @@ def adapter_lines(
 ) -> tuple[list[str], str | None]:
     """Returns the lines of a trainer's adapter and None, or no lines and the reason why it refuses the objective.
 
-    trainer: a key of `hooks.HOOKS`. built: the objective of the preset and the overrides. If the trainer lacks its
-    aggregation, the lines set one that the trainer has, with a remark.
+    trainer: a key of `hooks.HOOKS`. built: the objective of the preset and the overrides. If the trainer lacks the
+    aggregation, the lines set another one, with a remark.
     """
     one, keywords, remarks = hook(trainer), dict(overrides), []
     kind = built.aggregation.kind

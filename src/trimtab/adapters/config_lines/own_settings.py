@@ -1,4 +1,4 @@
-"""Renders an objective as settings of the losses that verl, TRL and Miles have; raises `Absent` if they lack a part.
+"""Renders an objective as settings of verl's, TRL's and Miles' own losses; raises `Absent` if these lack a part.
 
 verl: Hydra overrides of its losses and its rollout correction. TRL: arguments of `GRPOConfig`, or of one of two
 configurations in `trl.experimental`. Miles: flags, and the YAML file of the mismatch helper in its examples.
