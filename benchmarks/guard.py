@@ -389,6 +389,10 @@ def main() -> None:
                 errors += train(part, runs, store, given.workers, deadline)
     for cells in (CELLS, UNSEEN):
         print(*table(cells, store), "", sep="\n")
+    guarded = [row for row in store.rows.values() if row["part"] == PART and returned(row)]
+    if lost := sorted((row["steps"] - row["planned_steps"]) / returned(row) for row in guarded):
+        tenth = len(lost) // 10
+        print(f"a return costs {statistics.median(lost):g} steps, 80% {lost[tenth]:g} to {lost[-1 - tenth]:g}")
     hours = sum(row["processor_seconds"] for row in store.rows.values()) / 3600
     print(f"{len(store.rows)} runs took {hours:.2f} processor hours", *(f"failed: {line}" for line in errors), sep="\n")
 
