@@ -14,7 +14,7 @@ import torch
 
 from trimtab.check_loss import probes
 from trimtab.check_loss.differences import KINDS, Comparison, Difference
-from trimtab.check_loss.probes import DOWN, RARE, TOKENS, UP, Probe, of_objective
+from trimtab.check_loss.probes import NEGATIVE, POSITIVE, RARE, TOKENS, Probe, of_objective
 from trimtab.check_loss.readings import Readings
 from trimtab.corrections.divergences import per_token
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, PrefixBudget
@@ -227,7 +227,7 @@ def _surrogate(base: Objective, readings: Readings) -> Surrogate:
 def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
     """Fits what has no edges, from a few weights."""
     found: dict[str, float] = {}
-    for name, advantage in (("positive", UP), ("negative", DOWN)):
+    for name, advantage in (("positive", POSITIVE), ("negative", NEGATIVE)):
         if isinstance(part, SoftGate):
             weight = float(readings.weights(probes.DRIFT, torch.tensor([0.5]).double(), advantage)) / math.exp(0.5)
             found[name] = 2 * math.acosh(1 / math.sqrt(weight)) / math.expm1(0.5)
@@ -237,7 +237,10 @@ def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
             powers = torch.linalg.solve(rows, readings.weights(probes.DRIFT_ALL, shifts, advantage).log())
             found |= zip((f"k1_{name}", f"k2_{name}"), powers.tolist(), strict=True)
     if isinstance(part, QuadraticPenalty):
-        weight, excess = float(readings.weights(probes.DRIFT, torch.tensor([0.25]).double(), UP)), math.expm1(0.25)
+        weight, excess = (
+            float(readings.weights(probes.DRIFT, torch.tensor([0.25]).double(), POSITIVE)),
+            math.expm1(0.25),
+        )
         found["epsilon"] = math.exp(RARE) * excess / (1 - weight / (1 + excess))
     elif isinstance(part, Regression):
         found["beta"] = float(readings.pull[3]) / TOKENS

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from trimtab.check_loss.check import NOT_JUDGED, Answer
 from trimtab.check_loss.identification import reference
 from trimtab.check_loss.probes import DRIFT, MISMATCH, Loss, Probe
-from trimtab.check_loss.readings import SIGNS, Readings
+from trimtab.check_loss.readings import ADVANTAGES, Readings
 from trimtab.objectives import Objective
 from trimtab.pages.charts import BLUE, INK, VERMILLION, digits, draw, log_ticks
 from trimtab.pages.page import Card, Cell, Chart, Charts, Note, Page, Section, Table, Verdict
@@ -49,7 +49,7 @@ def _paint(axes: Axes, mine: Readings, theirs: Readings, probe: Probe, name: str
     reach = min(3.0, max(math.log(2), 1.2 * max(map(abs, bends), default=0.0)))
     shifts = torch.linspace(-reach, reach, 121).double()
     top = 0.0
-    for (positive, advantage), color in zip(SIGNS.items(), (BLUE, VERMILLION), strict=True):
+    for (positive, advantage), color in zip(ADVANTAGES.items(), (BLUE, VERMILLION), strict=True):
         sign = "A > 0" if positive else "A < 0"
         expected, own = (one.weights(probe, shifts, advantage) for one in (theirs, mine))
         axes.plot(shifts.exp(), expected, color=color, linewidth=5, alpha=0.3, label=f"{name}, {sign}")

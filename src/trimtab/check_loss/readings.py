@@ -13,27 +13,41 @@ from torch import Tensor
 
 from trimtab.check_loss import probes
 from trimtab.check_loss.bends import Bends, find_bends
-from trimtab.check_loss.probes import DOWN, MOVED, POLICIES, STEP, TOKENS, UP, Batch, Loss, Probe, Reading, Update
+from trimtab.check_loss.probes import (
+    MOVED,
+    NEGATIVE,
+    POLICIES,
+    POSITIVE,
+    STEP,
+    TOKENS,
+    Batch,
+    Loss,
+    Probe,
+    Reading,
+    Update,
+)
 
-SIGNS = {True: UP, False: DOWN}
+ADVANTAGES = {True: POSITIVE, False: NEGATIVE}
 """Whether A > 0 -> the advantage of the probes."""
-POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
+CURVE_SHIFTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
 """Shifts at which every curve is read, upwards and, with the other sign, downwards."""
 SHIFTS = torch.tensor([-3, -2, -1, -0.5, -0.1, 0.1, 0.5, 1, 2, 3], dtype=torch.float64)
 """Shifts at which every probe is read, as far as it goes."""
-FAR = torch.cat([-torch.arange(3.5, 25), torch.arange(3.5, 25)]).double()
+FAR_SHIFTS = torch.cat([-torch.arange(3.5, 25), torch.arange(3.5, 25)]).double()
 """Shifts of a single token that show where exponents are bounded."""
 TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()
 FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
 FORMS["k3 of the reverse direction"] = (-TO_REFERENCE).exp() - 1
 """Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
-ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
-REJECTED = [probe.batch(torch.tensor([3.0, -3.0]).double(), sign) for probe in ONES for sign in SIGNS.values()]
+RATIO_PROBES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
+REJECTED_BATCHES = [
+    probe.batch(torch.tensor([3.0, -3.0]).double(), sign) for probe in RATIO_PROBES for sign in ADVANTAGES.values()
+]
 """Batches of which masks reject responses or tokens."""
 PLACES = {"own": MOVED, "before": 0, "after": 3}
 SPREADS = (5e-5, 2e-3, 0.1, 0.6)
 """Nats between the policies of the random batches."""
-RANDOM = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
+RANDOM_BATCHES = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
 
 DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor | int]] = {
     "token-mean": lambda n, _: n.sum(),
@@ -111,7 +125,7 @@ class Readings:
     def exponents(self) -> Mapping[tuple[bool, str, str, int], float]:
         """d log weight / d log-prob by sign of A, policy, place of the token (`PLACES`) and side (1 or -1)."""
         result, moves = {}, list(product(POLICIES, (1, -1)))
-        for positive, advantage in SIGNS.items():
+        for positive, advantage in ADVANTAGES.items():
             batch = probes.of_rows(1 + len(moves), advantage)
             for row, (policy, side) in enumerate(moves, 1):
                 batch[policy][row, MOVED] += side * STEP
@@ -148,11 +162,11 @@ class Readings:
     def bends(self, probe: Probe) -> dict[tuple[bool, int], Bends]:
         """Returns the bends of a probe by sign of A and direction of the shift."""
         if probe not in self._bends:
-            points = POINTS[probe.highest >= POINTS]
+            points = CURVE_SHIFTS[probe.highest >= CURVE_SHIFTS]
             self._bends[probe] = {
                 (positive, direction): find_bends(partial(self.weights, probe, advantage=advantage), shifts)
-                for positive, advantage in SIGNS.items()
-                for direction, shifts in ((1, points), (-1, -POINTS))
+                for positive, advantage in ADVANTAGES.items()
+                for direction, shifts in ((1, points), (-1, -CURVE_SHIFTS))
             }
         return self._bends[probe]
 
@@ -241,7 +255,7 @@ class Readings:
     @cached_property
     def inputs(self) -> Mapping[str, Tensor]:
         """The change of all gradients by an input that few losses read, in units of `scale`, on a random batch."""
-        batch, before = RANDOM[-1], self.random[-1]
+        batch, before = RANDOM_BATCHES[-1], self.random[-1]
         changed = {"entropy": before.by_entropy.flatten() / self.scale}
         for name, value in {
             "off_policy": ~batch["off_policy"],
@@ -261,7 +275,7 @@ class Readings:
         By shift in nats, whether A > 0, and what drifts.
         """
         result = {}
-        for x, (positive, advantage), probe in product((0.4, 3.0, -3.0), SIGNS.items(), ONES):
+        for x, (positive, advantage), probe in product((0.4, 3.0, -3.0), ADVANTAGES.items(), RATIO_PROBES):
             batches = (probe.batch(torch.tensor([shift, 0.0]).double(), advantage) for shift in (0.0, x))
             before, after = map(self.loss.policy_gradient, batches)
             result[x, positive, probe] = (after / before)[:, :TOKENS]
@@ -269,7 +283,7 @@ class Readings:
 
     def curvature(self, probe: Probe, positive: bool) -> float:
         """Returns the second derivative of the weight at 1: p**2 for ratio**p, 0 for 1 + p * log ratio."""
-        near = self.weights(probe, torch.tensor([-5 * STEP, 5 * STEP]).double(), SIGNS[positive])
+        near = self.weights(probe, torch.tensor([-5 * STEP, 5 * STEP]).double(), ADVANTAGES[positive])
         return float(near.sum() - 2) / (5 * STEP) ** 2
 
     @cached_property
@@ -280,7 +294,7 @@ class Readings:
         if len(gradient.unique()) > 4 and any(torch.equal(gradient.to(kind).double(), gradient) for kind in kinds):
             return True
         for probe in (probes.DRIFT, probes.MISMATCH):
-            changes = self.weights(probe, torch.linspace(0.01, 0.15, 300).double(), UP).diff().abs() > 1e-9
+            changes = self.weights(probe, torch.linspace(0.01, 0.15, 300).double(), POSITIVE).diff().abs() > 1e-9
             if int(changes.sum()) > 2 and not bool((changes[1:] & changes[:-1]).any()):
                 return True
         return False
@@ -296,7 +310,7 @@ class Readings:
         packed: with ids of responses, by which an objective allows what it refuses without.
         """
         result = []
-        for batch in (*REJECTED, RANDOM[-1]):
+        for batch in (*REJECTED_BATCHES, RANDOM_BATCHES[-1]):
             mask, ids = batch["mask"], torch.arange(len(batch["mask"]))[:, None].expand_as(batch["mask"])
             advantage = torch.where(torch.arange(mask.shape[1]) == MOVED, -batch["advantage"], batch["advantage"])
             given = {**batch, "advantage": advantage, **({"sequence_ids": ids} if packed else {})}
@@ -311,5 +325,5 @@ class Readings:
 
     @cached_property
     def random(self) -> list[Reading]:
-        """The readings of `RANDOM`."""
-        return [self.loss.read(batch) for batch in RANDOM]
+        """The readings of `RANDOM_BATCHES`."""
+        return [self.loss.read(batch) for batch in RANDOM_BATCHES]
