@@ -102,7 +102,7 @@ class Readings:
         return float(self.loss.policy_gradient(probes.of_rows(8, 1.0))[0, MOVED]) or 1.0
 
     def homogeneity(self, factor: int) -> float:
-        """Returns by which factor gradients grow if all advantages grow by `factor`, at the token where it is least so."""
+        """Returns the factor by which gradients grow if advantages grow by `factor`, at the token farthest from it."""
         batch, gradient = self.neutral["plain"]
         more = self.loss.policy_gradient({**batch, "advantage": factor * batch["advantage"]})
         times = (factor * more / gradient)[batch["mask"]]
