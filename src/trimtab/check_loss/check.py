@@ -59,9 +59,8 @@ class Answer:
         """Returns the answer as lines."""
         lines = [self.verdict]
         width = max((len(found.kind) for found in self.differences), default=0)
-        lines += (
-            ["", *(f"  {found.kind:<{width}}  {found.text}" for found in self.differences)] if self.differences else []
-        )
+        listed = [f"  {found.kind:<{width}}  {found.text}" for found in self.differences]
+        lines += ["", *listed] if listed else []
         lines += ["", *(f"  note: {note.kind}  {note.text}" for note in self.notes)] if self.notes else []
         if self.nearest:
             lines += ["", f"in a recipe, [objective]: {', '.join(self.nearest[0].lines)}"]

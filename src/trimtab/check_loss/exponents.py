@@ -38,10 +38,9 @@ def differing_exponents(actual: Readings, expected: Readings) -> list[tuple[str,
             return [("log-ratio", "straight", {"probe": expected.label(probe)})]
     for place, exponent in expected.exponents.items():
         if not abs(actual.exponents[place] - exponent) < TOLERANCE:  # also true for NaN
-            exponents = Exponents(actual, expected, place)
-            return next(
-                [(kind, key, figures(exponents))] for applies, kind, key, figures in CAUSES if applies(exponents)
-            )
+            pair = Exponents(actual, expected, place)
+            found = ((kind, key, figures(pair)) for kind, key, figures in CAUSES)
+            return [next((kind, key, figures) for kind, key, figures in found if figures is not None)]
     return []
 
 
@@ -55,10 +54,9 @@ class Exponents:
         self.first["changes"] = f"{SYMBOLS[policy]} of a token changes the weight of a token {place} it"
         self.unreadable = math.isnan(actual.exponents[first])  # the weight is 0 or NaN where all policies are equal
         # Exponents at the moved token, and policies whose exponent is not 0: first of the loss, then of the objective.
-        powers, wanted = (
-            {name: side.exponent(self._positive, name) for name in SYMBOLS} for side in (actual, expected)
-        )
-        used, needed = ({name for name in SYMBOLS if abs(side[name]) > 1e-3} for side in (powers, wanted))
+        sides = [{name: side.exponent(self._positive, name) for name in SYMBOLS} for side in (actual, expected)]
+        powers, wanted = sides
+        used, needed = ({name for name in SYMBOLS if abs(side[name]) > 1e-3} for side in sides)
         self.in_words = {"actual": _product(powers), "expected": _product(wanted)}
         self.unused = [probe for probe in (DRIFT, MISMATCH) if probe.policy in needed - used]
         self.constant = bool(needed) and not used
@@ -66,12 +64,10 @@ class Exponents:
         self.proportional = used == needed and len(factors) <= 1
         self.equal = _close(powers, wanted)
         self.upside_down = _close(powers, {name: -power for name, power in wanted.items()})
-        self.ratio_twice = (
-            self.proportional and bool(used) and _close(powers, {name: 2 * wanted[name] for name in needed})
-        )
-        self.weight_twice = bool(used) and _close(
-            powers, {name: (1 + (name == "behavior")) * wanted[name] for name in needed}
-        )
+        doubled = {name: 2 * wanted[name] for name in needed}
+        self.ratio_twice = self.proportional and bool(used) and _close(powers, doubled)
+        doubled = {name: wanted[name] * (2 if name == "behavior" else 1) for name in needed}
+        self.weight_twice = bool(used) and _close(powers, doubled)
         # Over which tokens the loss takes the ratio and the weight, if not over those of the objective.
         self.other_level, self.other_level_of_weight = (self._other_level(name) for name in ("current", "behavior"))
         self.weighted = "behavior" in used & needed
@@ -81,17 +77,17 @@ class Exponents:
         return None if actual == expected else {"actual": actual, "expected": expected}
 
     def bound_inside(self, probe: Probe) -> Figures | None:
-        """Returns the bound beyond which the weight follows a policy that it ignores near 1."""
+        """Returns the ratio beyond which the weight follows a policy that it ignores near 1."""
         nearest = [bends[0] for bends in self._actual.bends(probe).values() if bends] if probe in self.unused else []
         jumps = [bend.x for bend in nearest if bend.kind == "jump"]
         return {"policy": SYMBOLS[probe.policy], "ratio": math.exp(jumps[0])} if jumps else None
 
     def bounded(self) -> bool:
-        """Returns whether the weight has a bound in the ratio of a token or of a response."""
+        """Returns whether the weight changes beyond a ratio, of a token or of a response."""
         return any(any(self._actual.bends(probe).values()) for probe in (DRIFT, DRIFT_ALL))
 
     def of_other_tokens(self) -> Figures | None:
-        """Returns the policy of which the weight ignores the log-prob of its own token, but not of the response."""
+        """Returns the policy if the weight ignores its log-prob of the token, and follows that of the response."""
         for probe in (replace(probe, span="response") for probe in self.unused):
             weight = self._actual.weights(probe, torch.tensor([0.1]).double(), ADVANTAGES[self._positive])
             if abs(float(weight) - 1) > 1e-6:
@@ -123,8 +119,10 @@ CAUSES: tuple[tuple[str, str, Callable[[Exponents], Figures | None]], ...] = (
     ("policy", "twice", lambda pair: pair.in_words if pair.weight_twice else None),
     ("policy", "powers", lambda pair: pair.in_words),  # always
 )
-"""Kind, key of the sentence in differences.toml, and its figures, or None if the cause does not apply: the first that
-applies is named. To add a cause, put a row before all rows that would apply as well, and a sentence in that file."""
+"""Causes: kind, key of the sentence in differences.toml, and the figures of the sentence, None if it does not apply.
+
+The first that applies is named. To add a cause, put its row before all rows that would apply as well.
+"""
 
 
 def _close(powers: Mapping[str, float], others: Mapping[str, float]) -> bool:
@@ -133,6 +131,6 @@ def _close(powers: Mapping[str, float], others: Mapping[str, float]) -> bool:
 
 
 def _product(powers: Mapping[str, float]) -> str:
-    """Returns the powers of policies in words: "π^1 μ^-1"."""
+    """Returns exponents of policies in words: "π^1 μ^-1"."""
     words = [f"{SYMBOLS[name]}^{power:.3g}" for name, power in powers.items() if abs(power) > 1e-3]
     return " ".join(words) or "no policy"

@@ -87,9 +87,7 @@ def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidat
     alike = [base for base in near if _distance(readings, base) < 2e-3] or near[:NEAREST]
     found: list[Candidate] = []
     for objective in sorted((fitted(base, readings) for base in alike), key=partial(_gap, readings)):
-        if _gap(readings, objective) > 1e-8 and (
-            len(found) >= NEAREST or any(candidate.same_parts for candidate in found)
-        ):
+        if _gap(readings, objective) > 1e-8 and (len(found) >= NEAREST or any(c.same_parts for c in found)):
             break
         differences = tuple(Comparison(readings, reference(objective), objective.name).differences())
         found.append(Candidate(settings_of(objective), differences))
