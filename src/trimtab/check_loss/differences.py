@@ -1,4 +1,4 @@
-"""Says in words what differs between a loss and an objective: the cause first, each sentence with what to change."""
+"""Says what differs between a loss and an objective: the cause first, in sentences that say what to change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ KINDS = tuple(TEXTS)
 NOTES = ("exponent",)
 """Kinds that a right loss may have."""
 HIDES_EXPONENT = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
-"""If one of these was found, the `exponent` at which the loss clamps log-ratios cannot be told."""
+HIDES_EXPONENT += ("normalized-advantage", "batch-statistics")
+"""Kinds that hide "exponent": at which log-ratio a loss clamps."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Comparison:
             return self.found
         self._equal_policies()
         normalized = self._has("normalized-advantage")
+        # Weights are relative to the gradient if all policies are equal: if that one is wrong, they say nothing.
         unread = self._has("no-gradient", "dropped", "alignment", "log-ratio")
         hidden = unread or self._has("live-weight")
         if not normalized:
@@ -71,7 +73,7 @@ class Comparison:
         for remaining in (self._inputs, self._random, self._advantages_of_tokens):
             if all(difference.kind == "micro-batches" for difference in self.found):
                 remaining()
-        if not hidden and not self._has(*HIDES_EXPONENT, "normalized-advantage", "batch-statistics"):
+        if not hidden and not self._has(*HIDES_EXPONENT):
             self._weights("exponent", "reach", (DRIFT,), readings.FAR_SHIFTS)
         for policy, change in list(self.actual.padding["nan"].items())[:1]:
             self._add("nan", "both" if math.isnan(change) else "gradient", policy=policy)

@@ -31,6 +31,7 @@ Figures = dict[str, Any]
 
 def differing_exponents(actual: Readings, expected: Readings) -> list[tuple[str, str, Figures]]:
     """Returns the cause of differing exponents: kind, key in differences.toml, figures. Empty if none differs."""
+    # A weight that grows with the log-ratio has the expected exponent at 1, and no curvature.
     for probe, positive in product((DRIFT, MISMATCH), ADVANTAGES):
         slopes = [side.exponent(positive, probe.policy) for side in (actual, expected)]
         straight = abs(actual.curvature(probe, positive)) < 1e-3 < 0.01 < expected.curvature(probe, positive)
