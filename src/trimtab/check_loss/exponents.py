@@ -51,27 +51,31 @@ class Exponents:
     def __init__(self, actual: Readings, expected: Readings, first: tuple[bool, str, str, int]) -> None:
         """first: the key in `Readings.exponents` of the first exponent that differs."""
         self._actual, self._expected, (self._positive, policy, place, _) = actual, expected, first
-        self.first: Figures = {"actual": actual.exponents[first], "expected": expected.exponents[first]}
-        self.first["changes"] = f"{SYMBOLS[policy]} of a token changes the weight of a token {place} it"
-        self.unreadable = math.isnan(actual.exponents[first])  # the weight is 0 or NaN where all policies are equal
         # Exponents at the moved token, and policies whose exponent is not 0: first of the loss, then of the objective.
         sides = [{name: side.exponent(self._positive, name) for name in SYMBOLS} for side in (actual, expected)]
         powers, wanted = sides
         used, needed = ({name for name in SYMBOLS if abs(side[name]) > 1e-3} for side in sides)
-        self.in_words = {"actual": _product(powers), "expected": _product(wanted)}
-        self.unused = [probe for probe in (DRIFT, MISMATCH) if probe.policy in needed - used]
-        self.constant = bool(needed) and not used
         factors = {round(powers[name] / wanted[name], 3) for name in used & needed}
-        self.proportional = used == needed and len(factors) <= 1
+        ratio_twice = {name: 2 * wanted[name] for name in needed}
+        weight_twice = {name: wanted[name] * (2 if name == "behavior" else 1) for name in needed}
+
+        # Figures: of the exponent that differs first, of all exponents at the moved token, and of the tokens over which
+        # the ratio to a policy is taken, None if over those of the objective.
+        self.first: Figures = {"actual": actual.exponents[first], "expected": expected.exponents[first]}
+        self.first["changes"] = f"{SYMBOLS[policy]} of a token changes the weight of a token {place} it"
+        self.powers: Figures = {"actual": _product(powers), "expected": _product(wanted)}
+        self.other_level, self.other_level_of_weight = (self._other_level(name) for name in ("current", "behavior"))
+
+        # Conditions.
+        self.unreadable = math.isnan(actual.exponents[first])  # the gradient is 0 or NaN where all policies are equal
+        self.unused = [probe for probe in (DRIFT, MISMATCH) if probe.policy in needed - used]  # by the loss alone
+        self.constant = bool(needed) and not used
+        self.weighted = "behavior" in used & needed
         self.equal = _close(powers, wanted)
         self.upside_down = _close(powers, {name: -power for name, power in wanted.items()})
-        doubled = {name: 2 * wanted[name] for name in needed}
-        self.ratio_twice = self.proportional and bool(used) and _close(powers, doubled)
-        doubled = {name: wanted[name] * (2 if name == "behavior" else 1) for name in needed}
-        self.weight_twice = bool(used) and _close(powers, doubled)
-        # Over which tokens the loss takes the ratio and the weight, if not over those of the objective.
-        self.other_level, self.other_level_of_weight = (self._other_level(name) for name in ("current", "behavior"))
-        self.weighted = "behavior" in used & needed
+        self.proportional = used == needed and len(factors) <= 1
+        self.ratio_twice = self.proportional and bool(used) and _close(powers, ratio_twice)
+        self.weight_twice = bool(used) and _close(powers, weight_twice)
 
     def _other_level(self, policy: str) -> Figures | None:
         actual, expected = (LEVELS[side.level(self._positive, policy)] for side in (self._actual, self._expected))
@@ -110,15 +114,15 @@ CAUSES: tuple[tuple[str, str, Callable[[Exponents], Figures | None]], ...] = (
     ("weight", "inside", lambda pair: pair.bound_inside(MISMATCH)),
     ("log-ratio", "constant", lambda pair: {} if pair.constant and pair.bounded() else None),
     ("level", "elsewhere", lambda pair: pair.of_other_tokens()),
-    ("inverse", "ratio", lambda pair: pair.in_words if pair.upside_down else None),
+    ("inverse", "ratio", lambda pair: pair.powers if pair.upside_down else None),
     ("kink", "powers", lambda pair: pair.bent_at_one()),
     ("level", "ratio", lambda pair: pair.other_level if pair.proportional else None),
     ("level", "weight", lambda pair: pair.other_level_of_weight if pair.weighted and not pair.other_level else None),
     ("level", "tokens", lambda pair: pair.first if pair.equal else None),
-    ("shape", "twice", lambda pair: pair.in_words if pair.ratio_twice else None),
-    ("shape", "powers", lambda pair: pair.in_words if pair.proportional else None),
-    ("policy", "twice", lambda pair: pair.in_words if pair.weight_twice else None),
-    ("policy", "powers", lambda pair: pair.in_words),  # always
+    ("shape", "twice", lambda pair: pair.powers if pair.ratio_twice else None),
+    ("shape", "powers", lambda pair: pair.powers if pair.proportional else None),
+    ("policy", "twice", lambda pair: pair.powers if pair.weight_twice else None),
+    ("policy", "powers", lambda pair: pair.powers),  # always
 )
 """Causes: kind, key of the sentence in differences.toml, and the figures of the sentence, None if it does not apply.
 
