@@ -68,9 +68,9 @@ class Exponents:
 
         # Conditions.
         self.unreadable = math.isnan(actual.exponents[first])  # the gradient is 0 or NaN where all policies are equal
-        self.unused = [probe for probe in (DRIFT, MISMATCH) if probe.policy in needed - used]  # by the loss alone
+        self.unused = [probe for probe in (DRIFT, MISMATCH) if probe.policy in needed - used]
         self.constant = bool(needed) and not used
-        self.weighted = "behavior" in used & needed
+        self.weighted = "behavior" in used & needed  # both use the sampler
         self.equal = _close(powers, wanted)
         self.upside_down = _close(powers, {name: -power for name, power in wanted.items()})
         self.proportional = used == needed and len(factors) <= 1

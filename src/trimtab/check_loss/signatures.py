@@ -79,7 +79,8 @@ def _of_object(key: str, given: dict[str, Any]) -> dict[str, Any]:
 def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Call, str]:
     config = _of_object("config", given)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = {key: one for key, one in inspect.signature(function).parameters.items() if one.kind not in several}
+    signature = inspect.signature(function).parameters
+    parameters = {name: parameter for name, parameter in signature.items() if parameter.kind not in several}
     if config and "config" not in parameters:
         raise TrimtabError(f"--arguments config.{next(iter(config))}: the function has no parameter `config`")
     meanings, values = _meanings(parameters, given)
