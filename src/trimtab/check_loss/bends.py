@@ -1,4 +1,4 @@
-"""Where the weight of the gradient, as a function of a log-ratio, leaves its exponential: the bounds of a loss."""
+"""Finds the log-ratios at which the weight of a loss stops following exp(slope * log-ratio): its clip bounds."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ import torch
 from torch import Tensor
 
 Curve = Callable[[Tensor], Tensor]
-"""Weights at log-ratios (points,), relative to that at 0."""
+"""Log-ratios (points,) -> weights, relative to the weight at 0."""
 
-MOST = 4  # bends of a curve that are looked for
+MAX_BENDS = 4  # of a curve
 TOLERANCE = 1e-5  # relative; the weights are exact to 1e-12
 
 
 @dataclass(frozen=True)
 class Bend:
-    """A place x (in nats) where a curve changes.
+    """A log-ratio at which a curve stops following its exponential."""
 
-    kind: "zero" or "constant" beyond it, "jump" to another exponential, "smooth" where none follows, or "nan". value:
-    the weight beyond it.
-    """
-
-    kind: str
-    x: float
-    value: float = 0.0
+    kind: str  # beyond it: "zero", "constant", another exponential ("jump"), none ("smooth"), or "nan"
+    x: float  # nats
+    value: float = 0.0  # the weight just beyond it
 
     def __str__(self) -> str:
         words = {"zero": "is 0 beyond", "constant": f"is {self.value:.4g} beyond", "nan": "is NaN at"}
-        return f"{words.get(self.kind, 'bends from' if self.kind == 'smooth' else 'jumps at')} {math.exp(self.x):.5g}"
+        ratio = f"{math.exp(self.x):.5g}" if self.x < 709 else f"exp({self.x:.5g})"  # math.exp overflows
+        return f"{words.get(self.kind, 'bends from' if self.kind == 'smooth' else 'jumps at')} {ratio}"
 
     def same(self, other: Bend) -> bool:
         if self.kind != other.kind:
@@ -41,8 +38,8 @@ class Bend:
 Bends = tuple[Bend, ...]
 
 
-def same(mine: Bends, theirs: Bends) -> bool:
-    return len(mine) == len(theirs) and all(a.same(b) for a, b in zip(mine, theirs, strict=True))
+def same(first: Bends, second: Bends) -> bool:
+    return len(first) == len(second) and all(a.same(b) for a, b in zip(first, second, strict=True))
 
 
 def describe(bends: Bends) -> str:
@@ -50,15 +47,15 @@ def describe(bends: Bends) -> str:
 
 
 def find_bends(curve: Curve, points: Tensor) -> Bends:
-    """Returns the bends from a ratio of 1 in one direction, nearest first, each bisected to 1e-8 nats.
+    """Returns the bends of a curve in one direction from 0, nearest first, each bisected to 1e-8 nats.
 
-    points: log-ratios of one sign, nearest to 0 first, of which the first gives the exponent at 1.
+    points: log-ratios of one sign, nearest to 0 first. The weight at the first one gives the exponent at 0.
     """
     weights = curve(points)
     start, level, near = 0.0, 1.0, float(weights[0])
     slope = (math.log(near) if near > 0 else near - 1) / float(points[0])
     found: list[Bend] = []
-    while len(found) < MOST:
+    while len(found) < MAX_BENDS:
         beyond = points.abs() > abs(start)
         bad = beyond & _off(weights, points, start, level, slope)
         if not bool(bad.any()):
@@ -75,7 +72,7 @@ def find_bends(curve: Curve, points: Tensor) -> Bends:
 
 
 def _off(weights: Tensor, points: Tensor, start: float, level: float, slope: float) -> Tensor:
-    """Whether weights are not those of level * exp(slope * (x - start))."""
+    """Returns for each point x whether its weight is not level * exp(slope * (x - start))."""
     expected = level * torch.exp(slope * (points - start))
     allowed = TOLERANCE * (1 + (points - start).abs()) * expected.abs().clamp(min=1e-6)
     return ~((weights - expected).abs() <= allowed)  # also true for NaN
@@ -93,7 +90,7 @@ def _bisected(curve: Curve, low: float, high: float, form: tuple[float, float, f
 
 
 def _classified(curve: Curve, x: float, form: tuple[float, float, float]) -> tuple[Bend, float]:
-    """Returns the bend at x, and the exponent beyond it."""
+    """Returns the bend at x, and the slope of the exponential beyond it."""
     start, level, slope = form
     step = math.copysign(2e-3 * max(abs(x), 0.05), x)
     near = curve(torch.tensor([x + 0.02 * step, x + step, x + 2 * step], dtype=torch.float64))

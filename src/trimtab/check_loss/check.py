@@ -1,4 +1,4 @@
-"""Checks a loss: against an objective, or which objective it is. The answer is text and values."""
+"""Compares a loss with an objective, or finds which objective it is. The answer is text and values."""
 
 from __future__ import annotations
 
@@ -22,21 +22,15 @@ NOT_JUDGED = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found.
-
-    spec: the objective that was asked for, "" without one. nearest: where none was asked for, what the loss is or is
-    nearest to. differences: from the objective, or from the first of `nearest`. notes: what differs and may in a right
-    loss. inputs: how the function was called. ignored: kinds of differences that were found and do not count; what they
-    hide is not probed.
-    """
+    """The answer of a check."""
 
     function: str
-    spec: str
-    differences: Sequence[Difference]
-    nearest: Sequence[Candidate]
-    notes: Sequence[Difference]
-    inputs: str
-    ignored: Sequence[str]
+    spec: str  # the objective that was asked for, "" if none was
+    differences: Sequence[Difference]  # from that objective, or from the first of `nearest`
+    nearest: Sequence[Candidate]  # if no objective was asked for: those that the loss is, or else is nearest to
+    notes: Sequence[Difference]  # differences that a right loss may have
+    inputs: str  # how the function was called
+    ignored: Sequence[str]  # kinds that were found and do not count; what they hide was not probed
 
     @property
     def equal(self) -> bool:
@@ -44,7 +38,7 @@ class Answer:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The answer in one line."""
         name = self.spec or self.nearest[0].name.replace("composed", "a composition of parts")
         if self.equal and self.ignored:
             return f"{self.function} is {name} but for what is ignored ({', '.join(self.ignored)}), which may hide more"
@@ -57,16 +51,17 @@ class Answer:
 
     @property
     def others(self) -> str:
-        """What no probe can tell from the first of `nearest`; empty if nothing."""
-        names = [one.name for one in self.nearest[1:]]
+        """Objectives that no probe can tell from the first of `nearest`; "" if there are none."""
+        names = [candidate.name for candidate in self.nearest[1:]]
         return f"the same loss: {', '.join(names)}" if names else ""
 
     def text(self) -> str:
         """Returns the answer as lines."""
         lines = [self.verdict]
-        width = max((len(one.kind) for one in self.differences), default=0)
-        lines += ["", *(f"  {one.kind:<{width}}  {one.text}" for one in self.differences)] if self.differences else []
-        lines += ["", *(f"  note: {one.kind}  {one.text}" for one in self.notes)] if self.notes else []
+        width = max((len(found.kind) for found in self.differences), default=0)
+        listed = [f"  {found.kind:<{width}}  {found.text}" for found in self.differences]
+        lines += ["", *listed] if listed else []
+        lines += ["", *(f"  note: {note.kind}  {note.text}" for note in self.notes)] if self.notes else []
         if self.nearest:
             lines += ["", f"in a recipe, [objective]: {', '.join(self.nearest[0].lines)}"]
             lines += [self.others] if self.others else []
@@ -78,10 +73,10 @@ class Answer:
 
 
 def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ignore: Sequence[str] = ()) -> Answer:
-    """Returns whether a loss is an objective, and what differs; without one, the nearest objectives.
+    """Returns what differs between a loss and an objective or, without objective, the nearest objectives.
 
-    spec: the objective as it was asked for. ignore: kinds of differences (`differences.KINDS`) that do not count.
-    Raises `TrimtabError` for an unknown one.
+    spec: the objective as it was asked for. ignore: kinds of differences that do not count.
+    Raises `TrimtabError` if `ignore` has a kind that is not in `differences.KINDS`.
     """
     for kind in ignore:
         if kind not in KINDS:
@@ -93,10 +88,10 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
         else:
             differences = Comparison(readings, reference(objective), objective.name).differences()
             found = [Candidate((("name", objective.name),), tuple(differences))]
-    ignored = tuple(sorted({one.kind for one in found[0].differences} & set(ignore)))
-    notes = [one for one in found[0].differences if one.kind in NOTES and one.kind not in ignore]
+    ignored = tuple(sorted({d.kind for d in found[0].differences} & set(ignore)))
+    notes = [d for d in found[0].differences if d.kind in NOTES and d.kind not in ignore]
     left_out = {*ignore, *NOTES}
-    found = [replace(one, differences=tuple(d for d in one.differences if d.kind not in left_out)) for one in found]
-    nearest = [one for one in found if not one.differences] or found[:1]
+    found = [replace(c, differences=tuple(d for d in c.differences if d.kind not in left_out)) for c in found]
+    nearest = [candidate for candidate in found if not candidate.differences] or found[:1]
     shown, spec = (nearest, "") if objective is None else ([], spec or objective.name)
     return Answer(loss.name, spec, nearest[0].differences, shown, notes, loss.inputs, ignored)

@@ -1,4 +1,4 @@
-"""Which objective a loss is: presets and compositions of parts, with the bounds that were found."""
+"""Finds which objective a loss is: a preset or a composition of parts, with the bounds that were read of the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from trimtab.check_loss import probes
 from trimtab.check_loss.differences import KINDS, Comparison, Difference
-from trimtab.check_loss.probes import DOWN, RARE, TOKENS, UP, Probe, of_objective
+from trimtab.check_loss.probes import NEGATIVE, POSITIVE, RARE, TOKENS, Probe, of_objective
 from trimtab.check_loss.readings import Readings
 from trimtab.corrections.divergences import per_token
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, PrefixBudget
@@ -32,21 +32,21 @@ from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, Qua
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Surrogate, Unclipped
 
 NEAREST = 4
-"""Candidates of which every difference is found."""
+"""How many candidates are compared with the loss in full."""
 BENDING = (GammaWeight, QuadraticPenalty)
 """Surrogates whose keywords change the exponents near a ratio of 1."""
 OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan"}
-"""Differences that other parts would not remove."""
+"""Kinds of differences that stay whatever parts an objective has."""
 MINOR = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
-"""How much a difference of a kind counts; all others count 1 and more, the more the earlier in `KINDS`."""
+"""How much a difference of a kind counts in `Candidate.distance`. Others count 1 to 2, the first of `KINDS` most."""
 SURROGATE_PARTS = (Clipped(), Reinforce(5.0), Unclipped(), LogProb(), SoftGate(), GammaWeight(), GeometricClip())
 WEIGHT_BOUNDS = (("truncate", None), ("mask", 0.5), ("clip", 0.5))
-"""Kind and lower bound."""
+"""Kind and lower bound of the weights in compositions."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An objective with the bounds of a loss, by the keys of `[objective]` in a recipe. differences: what is left."""
+    """An objective, as settings of `[objective]` in a recipe, and its differences from the loss."""
 
     settings: tuple[tuple[str, Any], ...]
     differences: tuple[Difference, ...]
@@ -57,45 +57,45 @@ class Candidate:
 
     @property
     def lines(self) -> list[str]:
-        """Lines of a recipe."""
+        """The lines of a recipe."""
         return [f"{key} = {_toml(value)}" for key, value in self.settings]
 
     @property
     def same_parts(self) -> bool:
-        """Whether what is left is no matter of parts."""
-        return all(one.kind in OUTSIDE for one in self.differences)
+        """Whether the objective has the parts of the loss: the differences have other reasons."""
+        return all(difference.kind in OUTSIDE for difference in self.differences)
 
     @property
     def distance(self) -> tuple[float, int]:
-        """By what differs, then by the number of settings."""
-        harm = (MINOR.get(one.kind, 2 - KINDS.index(one.kind) / len(KINDS)) for one in self.differences)
+        """How far it is from the loss: by differences, then by the number of settings."""
+        harm = (MINOR.get(d.kind, 2 - KINDS.index(d.kind) / len(KINDS)) for d in self.differences)
         return sum(harm), sum(len(value) if isinstance(value, dict) else 1 for _, value in self.settings)
 
 
 def identify(readings: Readings) -> list[Candidate]:
-    """Returns the nearest objectives, nearest first; those without a difference are the loss, as far as probes tell."""
+    """Returns the nearest objectives, nearest first. No probe tells those without differences from the loss."""
     found = _candidates(readings, (preset.objective for preset in PRESETS.values()))
     if not found[0].same_parts:
         found += _candidates(readings, _compositions(readings))
-    return sorted(found, key=lambda one: one.distance)
+    return sorted(found, key=lambda candidate: candidate.distance)
 
 
 def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidate]:
-    """Returns what is equal, or else the nearest, nearest first."""
+    """Returns the objectives that equal a loss, or else the nearest ones, nearest first, fitted to its bounds."""
     shaped = [fitted(base, readings) if type(base.surrogate) in BENDING else base for base in bases]
     near = sorted(shaped, key=partial(_distance, readings))
     alike = [base for base in near if _distance(readings, base) < 2e-3] or near[:NEAREST]
     found: list[Candidate] = []
     for objective in sorted((fitted(base, readings) for base in alike), key=partial(_gap, readings)):
-        if _gap(readings, objective) > 1e-8 and (len(found) >= NEAREST or any(one.same_parts for one in found)):
+        if _gap(readings, objective) > 1e-8 and (len(found) >= NEAREST or any(c.same_parts for c in found)):
             break
         differences = tuple(Comparison(readings, reference(objective), objective.name).differences())
         found.append(Candidate(settings_of(objective), differences))
-    return sorted(found, key=lambda one: one.distance)
+    return sorted(found, key=lambda candidate: candidate.distance)
 
 
 def reference(objective: Objective) -> Readings:
-    """Returns the readings of an objective, the same ones for all of equal parts."""
+    """Returns the readings of an objective. Objectives of equal parts share them."""
     return _readings(replace(objective, name="objective", advantage="grpo", notes=()))
 
 
@@ -110,14 +110,14 @@ def _distance(readings: Readings, base: Objective) -> float:
 
 
 def _gap(readings: Readings, objective: Objective) -> float:
-    """Returns how far gradients are apart on random batches, whatever their size: cheaper than all differences."""
+    """Returns the largest difference of gradients, scaled to norm 1, on random batches: cheaper than `Comparison`."""
     pairs = zip(readings.random, reference(objective).random, strict=True)
-    units = [[one.gradient / one.gradient.norm().clamp(min=1e-12) for one in pair] for pair in pairs]
+    units = [[read.gradient / read.gradient.norm().clamp(min=1e-12) for read in pair] for pair in pairs]
     return max(float((a - b).nan_to_num(1.0).abs().max()) for a, b in units)
 
 
 def _compositions(readings: Readings) -> Iterator[Objective]:
-    """Objectives of parts, at the level that was read: what no preset combines."""
+    """Yields objectives that no preset is, of parts that go together, at the level that was read of the loss."""
     weights: list[Weight | None] = [None]
     if any(readings.bends(probes.MISMATCH).values()) or abs(readings.exponent(True, "behavior")) > 1e-3:
         weights += [Weight(level, kind, low, 2.0) for level in ("token", "sequence") for kind, low in WEIGHT_BOUNDS]
@@ -131,7 +131,7 @@ def _compositions(readings: Readings) -> Iterator[Objective]:
 
 
 def settings_of(objective: Objective) -> tuple[tuple[str, Any], ...]:
-    """Returns the keys of `[objective]` in a recipe: the name, and what differs from its defaults."""
+    """Returns the settings of `[objective]` in a recipe: the name, and the values that are not its defaults."""
     preset = PRESETS.get(objective.name, COMPOSED)
     if preset.defaults.get("clip_dual") is not None and value_at(objective, "surrogate.dual") is None:
         preset = COMPOSED  # no keyword takes the dual clip out of a preset
@@ -158,13 +158,13 @@ def _toml(value: Any) -> str:
 
 SIDES: dict[str, tuple[bool, int]] = {"high": (True, 1), "low": (False, -1), "dual": (False, 1)}
 SIDES |= {"max": (True, 1), "min": (True, -1), "delta": (False, -1)}
-"""Field of a part that is a bound -> whether A > 0, and the direction in which it shows."""
+"""Field of a part that is a bound -> sign of A (whether A > 0) and direction from 1 in which it is reached."""
 OF_LOGS = (GrowingClip, GeometricClip, OPSM)
 """Parts whose bounds are on the log of a ratio."""
 
 
 def fitted(base: Objective, readings: Readings) -> Objective:
-    """Returns an objective of the same parts with the bounds of a loss; a part that refuses them stays as it is."""
+    """Returns an objective of the same parts with the bounds of a loss. A part that refuses them stays as it is."""
     fits: dict[str, Callable[[], Any]] = {
         "surrogate": lambda: _surrogate(base, readings),
         "weight": lambda: base.weight and _weight(base.weight, readings),
@@ -181,24 +181,24 @@ def fitted(base: Objective, readings: Readings) -> Objective:
 
 
 def tidy(value: float) -> float:
-    """Rounds what is found to 1e-6: 0.2800001 is 0.28."""
+    """Returns a value rounded to a relative 1e-6: 0.2800001 is 0.28."""
     short = float(f"{value:.4g}")
     return short if abs(value - short) <= 2e-6 * abs(value) else float(f"{value:.6g}")
 
 
 def _bend(readings: Readings, probe: Probe, positive: bool, direction: int) -> float:
-    """Returns the first sharp bend in nats, NaN without one."""
+    """Returns the log-ratio of the first bend; NaN without bend, and if the first one is smooth."""
     bends = readings.bends(probe)[positive, direction]
     return bends[0].x if bends and bends[0].kind in ("zero", "constant", "jump") else math.nan
 
 
 def _changed(part: Any, found: Mapping[str, float]) -> Any:
-    """Returns the part with the fields changed that were found, which are not NaN."""
+    """Returns the part with the values that were found. NaN is not found."""
     return replace(part, **{name: tidy(value) for name, value in found.items() if not math.isnan(value)})
 
 
 def _bounds(part: Any, readings: Readings, probe: Probe, factor: float = 1) -> Any:
-    """Returns the part with the bounds that a probe shows. factor: tokens that a shift adds up."""
+    """Returns the part with the bounds that a probe shows. factor: tokens over which the ratio adds up a shift."""
     found: dict[str, float] = {}
     for name in SIDES.keys() & {item.name for item in fields(part)}:
         if name == "dual" or getattr(part, name) is not None:
@@ -213,7 +213,7 @@ def _surrogate(base: Objective, readings: Readings) -> Surrogate:
     own = probes.DRIFT_ALL if level != "token" else probes.DRIFT_MEAN if base.masks else probes.DRIFT
     factor = TOKENS if level == "sequence" else 1
     if isinstance(part, Reinforce):
-        # For A < 0 first: an outward mask may hide it for A > 0.
+        # A < 0 first: for A > 0, an outward mask may hide the ceiling.
         bends = [bend for positive in (False, True) for bend in readings.bends(own)[positive, 1]]
         constant = [math.exp(factor * bend.x) for bend in bends if bend.kind == "constant"]
         return replace(part, ceiling=tidy(constant[0]) if constant else math.inf)
@@ -225,9 +225,9 @@ def _surrogate(base: Objective, readings: Readings) -> Surrogate:
 
 
 def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
-    """Fits what has no edges, from a few weights."""
+    """Returns the surrogate with the parameters that bend nothing, computed from a few weights."""
     found: dict[str, float] = {}
-    for name, advantage in (("positive", UP), ("negative", DOWN)):
+    for name, advantage in (("positive", POSITIVE), ("negative", NEGATIVE)):
         if isinstance(part, SoftGate):
             weight = float(readings.weights(probes.DRIFT, torch.tensor([0.5]).double(), advantage)) / math.exp(0.5)
             found[name] = 2 * math.acosh(1 / math.sqrt(weight)) / math.expm1(0.5)
@@ -237,7 +237,8 @@ def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
             powers = torch.linalg.solve(rows, readings.weights(probes.DRIFT_ALL, shifts, advantage).log())
             found |= zip((f"k1_{name}", f"k2_{name}"), powers.tolist(), strict=True)
     if isinstance(part, QuadraticPenalty):
-        weight, excess = float(readings.weights(probes.DRIFT, torch.tensor([0.25]).double(), UP)), math.expm1(0.25)
+        weight = float(readings.weights(probes.DRIFT, torch.tensor([0.25]).double(), POSITIVE))
+        excess = math.expm1(0.25)
         found["epsilon"] = math.exp(RARE) * excess / (1 - weight / (1 + excess))
     elif isinstance(part, Regression):
         found["beta"] = float(readings.pull[3]) / TOKENS
@@ -245,7 +246,7 @@ def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
 
 
 def _weight(part: Weight, readings: Readings) -> Weight:
-    """A mask that shows no lower bound has none."""
+    """Returns the weight with the bounds that were read. A mask gets no lower bound if none was read."""
     probe = probes.MISMATCH_MEAN if part.level == "token" else probes.MISMATCH_ALL
     factor = {"token": 1, "sequence": TOKENS, "turn": 2}.get(part.level, 1)
     return _bounds(replace(part, min=0.0) if part.bound == "mask" else part, readings, probe, factor)
@@ -264,7 +265,7 @@ def _mask(rule: Mask, readings: Readings) -> Mask:
         return rule
     of_mean = probes.DRIFT_ALL if rule.over == "current" else probes.MISMATCH_ALL
     probe = {"token": probes.DRIFT_FREQUENT, "max": probes.DRIFT_LONG}.get(rule.reduce, of_mean)
-    # The divergence of a row that is shifted as far.
+    # The divergence of a row that is shifted up to the bend.
     batch = probe.batch(torch.tensor([_bend(readings, probe, True, 1)]).double(), 1.0)
     log, mask = (batch["current"] - batch["behavior"])[1:], batch["mask"][1:]
     ratios = Ratios(torch.where(mask, log, 0.0), Sequences(mask))
@@ -274,7 +275,7 @@ def _mask(rule: Mask, readings: Readings) -> Mask:
 
 
 def _aggregation(part: Aggregation, readings: Readings) -> Aggregation:
-    """Returns the aggregation of the denominator that was found, with the length of a constant one."""
+    """Returns the aggregation of the denominator that was read, with the length of a constant denominator."""
     kind, factor = readings.aggregation
     if kind.startswith("seq-mean-token-sum") and factor:
         kind = "seq-mean-token-sum" if abs(factor - 1) < 1e-6 else "constant"
@@ -286,5 +287,5 @@ def _aggregation(part: Aggregation, readings: Readings) -> Aggregation:
 def _kl(surrogate: Surrogate, readings: Readings) -> KL:
     kind, coefficient = readings.kl_form
     if isinstance(surrogate, Regression):
-        coefficient *= 2 * surrogate.beta  # which is its gradient for each unit of A
+        coefficient *= 2 * surrogate.beta  # the gradient of a regression for each unit of A
     return KL(kind, tidy(coefficient)) if kind in ("k1", "k2", "k3", "unbiased") and coefficient > 0 else KL()

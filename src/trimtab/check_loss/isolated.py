@@ -1,4 +1,4 @@
-"""Runs a check in a process with limits of time and memory: it calls a function that somebody wrote."""
+"""Runs a check in a process with limits of time and memory, because it calls a function of anybody."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MEMORY = 16 << 30  # bytes; torch and another trainer map several GB
 
 
 def check_target(target: str, timeout: float, **request: Any) -> dict[str, Any]:
-    """Returns what `_answer` returns for a function, FILE.py:NAME or module:NAME, whose name may have dots.
+    """Returns the answer for a function: FILE.py:NAME or module:NAME; NAME may have dots.
 
-    request: the other arguments of `_answer`. Raises `TrimtabError` for a function that cannot be loaded or called, or
-    takes longer than `timeout` seconds.
+    request: the other arguments of `_answer`. Raises `TrimtabError` if the function cannot be loaded or called, or if
+    the check takes longer than `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "answer.json"
@@ -42,7 +42,7 @@ def check_target(target: str, timeout: float, **request: Any) -> dict[str, Any]:
 
 
 def _run(request: Mapping[str, Any], result: str) -> float:
-    """Runs in the process: writes the answer, or the error, to a file. What the function prints is not shown."""
+    """Writes the answer, or the error, to a file. It runs in the process, and hides what the function prints."""
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silent, stream)
@@ -66,9 +66,9 @@ def _answer(
     trusted: bool = False,
     command: str = "",
 ) -> dict[str, Any]:
-    """Returns the answer as values, as "text", and as "html" for the page of a command line.
+    """Returns the answer as values, as "text" and, if `command` is given, as "html": a page with this command line.
 
-    objective: an `[objective]` section; None for which it is. trusted: whether it may name functions to load.
+    objective: an `[objective]` section; None: find which one it is. trusted: whether it may name functions to load.
     """
     from trimtab.check_loss.check import check
     from trimtab.check_loss.signatures import of_function
@@ -87,7 +87,7 @@ def _answer(
 
 
 def _load(target: str) -> Any:
-    """Returns the function. Importing runs the file."""
+    """Returns the function of a target, and imports (runs) its file."""
     place, _, name = target.rpartition(":")
     outer, *inner = name.split(".")
     if place.endswith(".py"):

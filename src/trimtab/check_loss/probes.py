@@ -1,4 +1,4 @@
-"""The form in which every loss is read, and small batches in float64, each made to show one property of a loss."""
+"""`Loss`, through which every loss is read, and small float64 batches, each made to show one property of a loss."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Batch = dict[str, Tensor]
 POLICIES = ("current", "proximal", "behavior")
 TOKENS, MOVED = 4, 1  # trained tokens of a row, and the place of the token that a probe moves
 RARE, FREQUENT = -4.0, -0.3  # log-prob of the moved token
-UP, DOWN = 1.5, -0.5  # advantages; neither their mean is 0 nor their std 1, which would hide a normalization
+POSITIVE, NEGATIVE = 1.5, -0.5  # advantages: a mean of 0 or a std of 1 would hide that a loss normalizes them
 STEP = 1e-4  # nats, for slopes; inside the bounds of GSPO
 
 
 def equal_policies(lengths: Sequence[int], width: int, advantage: Tensor, moved: float | None = None) -> Batch:
-    """Returns a batch in which all policies are the same. advantage: (rows, 1). Padding holds ordinary log-probs.
+    """Returns a batch in which all policies are equal, also at padding.
 
-    moved: makes all rows alike, with this log-prob at the token that is moved.
+    advantage: (rows, 1). moved: if it is given, all rows are alike and have this log-prob at the token that is moved.
     """
     rows = len(lengths)
     place = torch.arange(width).expand(rows, width)
@@ -48,29 +48,25 @@ def equal_policies(lengths: Sequence[int], width: int, advantage: Tensor, moved:
 
 
 def of_rows(rows: int, advantage: float, moved: float = RARE, tokens: int = TOKENS) -> Batch:
-    """Returns rows that are all alike, with two columns of padding."""
+    """Returns a batch of equal rows, with two columns of padding."""
     return equal_policies([tokens] * rows, tokens + 2, torch.full((rows, 1), advantage), moved)
 
 
 def of_lengths(lengths: Sequence[int], width: int = 8) -> Batch:
-    """Returns rows of these lengths, each with another advantage."""
+    """Returns a batch of rows with these lengths and different advantages."""
     values = [1.0, -0.5, 2.0, -0.7, 1.3, -1.1, 0.6, 0.9]
     return equal_policies(lengths, width, torch.tensor(values[: len(lengths)])[:, None])
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What is moved away from the other policies, which leaves one curve of weights.
-
-    policy: whose log-prob moves, current by x and others by -x: the ratio is exp(x). span: one "token", the whole
-    "response", or "mean": one token, and the others against it, so that their mean stays. tokens: of a response.
-    """
+    """Moves log-probs of one policy by x: the weights at several x are a curve of a loss."""
 
     name: str
-    policy: str
-    span: str = "token"
-    moved: float = RARE
-    tokens: int = TOKENS
+    policy: str  # "current" moves by x, the others by -x: the ratio is exp(x)
+    span: str = "token"  # or the whole "response", or "mean": a token moves, the others against it, the mean is kept
+    moved: float = RARE  # log-prob of the token that moves
+    tokens: int = TOKENS  # of the response
 
     @property
     def highest(self) -> float:
@@ -78,14 +74,14 @@ class Probe:
         return math.inf if self.moved == RARE else 0.25
 
     def batch(self, shifts: Tensor, advantage: float) -> Batch:
-        """Returns a batch of a row without a shift and one row for each."""
+        """Returns a batch: a row without a shift, then a row for each shift."""
         batch = of_rows(len(shifts) + 1, advantage, self.moved, self.tokens)
         columns = torch.arange(self.tokens + 2)[None]
         shift = torch.cat([shifts.new_zeros(1), shifts])[:, None]
         where = columns == MOVED if self.span == "token" else batch["mask"]
         factor = torch.where(columns == MOVED, 1.0, -1 / (self.tokens - 1) if self.span == "mean" else 1.0).double()
         factor = factor if self.policy == "current" else -factor
-        # A shift upwards starts from below.
+        # Log-probs that move up start lower, so that they stay below 0.
         low = (shift - 3).clamp(min=0) * (self.moved == RARE) + 3.0 * (self.span != "token")
         for name in (*POLICIES, "reference"):
             batch[name] = batch[name] - torch.where(where, low, 0.0)
@@ -135,14 +131,11 @@ def random_batch(seed: int, spread: float, rows: int = 6, width: int = 12) -> Ba
 
 @dataclass(frozen=True)
 class Update:
-    """The batch of a whole optimizer update, and the number of micro-batches that it is split into.
+    """An optimizer update, from which a loss gets its counts."""
 
-    counted: whether its counts are passed to a loss that has defaults for them.
-    """
-
-    batch: Batch
-    parts: int = 1
-    counted: bool = True
+    batch: Batch  # the whole
+    parts: int = 1  # micro-batches that it is split into
+    counted: bool = True  # whether counts are passed also to parameters that have a default
 
     @property
     def tokens(self) -> Tensor:
@@ -155,7 +148,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Reading:
-    """A value of the loss and its gradients, 0 where it has none."""
+    """A value of the loss and its gradients, which are 0 for an input that the loss does not read."""
 
     loss: float
     gradient: Tensor
@@ -166,14 +159,14 @@ class Reading:
 
 @dataclass
 class Loss:
-    """A loss. call: returns the scalar loss of a batch, which is a part of an update. inputs: how it was called."""
+    """A loss. call: returns the scalar loss of a batch, which is a part of an update. inputs: how it is called."""
 
     name: str
     call: Callable[[Batch, Update], Tensor]
     inputs: str = ""
 
     def read(self, batch: Batch, update: Update | None = None) -> Reading:
-        """Evaluates it with gradients. Without `update` the batch is the whole update."""
+        """Returns the loss of a batch and its gradients. Without `update` the batch is the whole update."""
         names = ("current", "advantage", "head_current", "entropy")
         leaves = {name: batch[name].detach().requires_grad_() for name in names}
         given = {name: value.clone() for name, value in (batch | leaves).items()}  # no leaves: it may write into them
@@ -185,25 +178,25 @@ class Loss:
         return Reading(float(value.detach()), *gradients)
 
     def at_zero(self, batch: Batch) -> Tensor:
-        """Returns the gradient at A = 0, where a division by what A decides, as by its std, is no gradient."""
+        """Returns the gradient at A = 0; 0 if it is NaN, as of a loss that divides by the std of A."""
         return self.read({**batch, "advantage": 0 * batch["advantage"]}).gradient.nan_to_num()
 
     @cached_property
     def silent(self) -> bool:
-        """Whether no gradient is left at A = 0: no KL, no entropy, no regression."""
+        """Whether the gradient at A = 0 is 0: the loss has no KL, no entropy bonus, no regression."""
         batch = of_rows(4, 0.0)
         for row, name in enumerate((*POLICIES, "reference")):
             batch[name][row] -= 0.3
         return not bool(self.at_zero(batch).count_nonzero())
 
     def policy_gradient(self, batch: Batch) -> Tensor:
-        """Returns minus the gradient for each unit of advantage, without what remains at A = 0."""
+        """Returns -(gradient - gradient at A = 0) / A."""
         rest = 0.0 if self.silent else self.at_zero(batch)
         return (rest - self.read(batch).gradient) / batch["advantage"]
 
 
 def of_objective(objective: Objective) -> Loss:
-    """Returns an objective as a loss, with the name of the objective."""
+    """Returns an objective as a loss of the same name."""
     fields = sorted({*POLICIES, "mask", "sequence_ids", *objective.needs})
 
     def logps(batch: Batch) -> PolicyLogps:

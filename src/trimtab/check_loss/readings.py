@@ -1,4 +1,4 @@
-"""What is read of a loss: each property by itself, computed when it is first asked for."""
+"""Reads the properties of a loss from its gradients, each when it is first asked for."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from torch import Tensor
 
 from trimtab.check_loss import probes
 from trimtab.check_loss.bends import Bends, find_bends
-from trimtab.check_loss.probes import DOWN, MOVED, POLICIES, STEP, TOKENS, UP, Batch, Loss, Probe, Reading, Update
+from trimtab.check_loss.probes import MOVED, POLICIES, STEP, TOKENS, Batch, Loss, Probe, Reading, Update
 
-SIGNS = {True: UP, False: DOWN}
+ADVANTAGES = {True: probes.POSITIVE, False: probes.NEGATIVE}
 """Whether A > 0 -> the advantage of the probes."""
-POINTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
-"""Shifts at which every curve is read, upwards and, with the other sign, downwards."""
+CURVE_SHIFTS = torch.cat([torch.tensor([STEP]), 0.025 * torch.arange(1, 121)]).double()
+"""Log-ratios at which a curve is read to find its bends, upwards and, with the other sign, downwards."""
 SHIFTS = torch.tensor([-3, -2, -1, -0.5, -0.1, 0.1, 0.5, 1, 2, 3], dtype=torch.float64)
-"""Shifts at which every probe is read, as far as it goes."""
-FAR = torch.cat([-torch.arange(3.5, 25), torch.arange(3.5, 25)]).double()
-"""Shifts of a single token that show where exponents are bounded."""
-TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()
+"""Log-ratios at which all probes are read, up to `Probe.highest`."""
+FAR_SHIFTS = torch.cat([-torch.arange(3.5, 25), torch.arange(3.5, 25)]).double()
+"""Log-ratios of a token at which losses that clamp log-ratios differently have different weights."""
+TO_REFERENCE = torch.tensor([-1.0, -0.5, -0.1, 0.1, 0.5, 3.0]).double()  # log π_ref - log π
 FORMS = {"k1": torch.ones_like(TO_REFERENCE), "k2": -TO_REFERENCE, "k3": 1 - TO_REFERENCE.exp()}
 FORMS["k3 of the reverse direction"] = (-TO_REFERENCE).exp() - 1
-"""Gradient of an estimator at `TO_REFERENCE`, for a coefficient of 1; that of `unbiased` is k2's at a ratio of 1."""
-ONES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
-REJECTED = [probe.batch(torch.tensor([3.0, -3.0]).double(), sign) for probe in ONES for sign in SIGNS.values()]
-"""Batches of which masks reject responses or tokens."""
-PLACES = {"own": MOVED, "before": 0, "after": 3}
-SPREADS = (5e-5, 2e-3, 0.1, 0.6)
-"""Nats between the policies of the random batches."""
-RANDOM = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
+"""KL estimator -> its gradient at `TO_REFERENCE`, with coefficient 1. At a ratio of 1, `unbiased` equals k2."""
+RATIO_PROBES = (probes.DRIFT, probes.MISMATCH, probes.DRIFT_ALL, probes.MISMATCH_ALL)
+REJECTED_BATCHES = [
+    probe.batch(torch.tensor([3.0, -3.0]).double(), sign) for probe in RATIO_PROBES for sign in ADVANTAGES.values()
+]
+"""Batches in which masks reject responses or tokens."""
+PLACES = {"own": MOVED, "before": 0, "after": 3}  # columns of the tokens at which exponents are read
+SPREADS = (5e-5, 2e-3, 0.1, 0.6)  # nats between the policies of the random batches
+RANDOM_BATCHES = [probes.random_batch(seed, spread) for seed, spread in enumerate(SPREADS)]
 
 DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor | int]] = {
     "token-mean": lambda n, _: n.sum(),
@@ -44,20 +45,20 @@ DENOMINATORS: dict[str, Callable[[Tensor, int], Tensor | int]] = {
     "trained-mean-token-sum": lambda n, _: (n > 0).sum(),
     "no denominator, a sum over tokens": lambda _n, _: 1,
 }
-"""From the lengths of the responses, (rows,), and the width of the batch: the denominator of each or of all."""
+"""Lengths of the responses, (rows,), and width of the batch -> one denominator for all responses or one for each."""
 UNKNOWN = "none of the known"
 
 
 @dataclass
 class Readings:
-    """The readings of a loss. Weights are relative to that where all policies are equal."""
+    """The readings of a loss. A weight is a gradient relative to the gradient if all policies are equal."""
 
     loss: Loss
     _bends: dict[Probe, dict[tuple[bool, int], Bends]] = field(default_factory=dict)
 
     @cached_property
     def neutral(self) -> Mapping[str, tuple[Batch, Tensor]]:
-        """Batches where all policies are equal, and the gradient for each advantage."""
+        """Batches in which all policies are equal, and their `policy_gradient`."""
         batches = {
             "plain": probes.of_lengths([6, 3, 4, 1]),
             "wide": probes.of_lengths([6, 3, 4, 1], 12),
@@ -68,21 +69,21 @@ class Readings:
 
     @cached_property
     def by_advantage(self) -> Tensor:
-        """The derivative by the advantage of each response, (rows,), odd in it, where all policies are equal."""
+        """-d loss / dA of each response, (rows,), averaged over A and -A, if all policies are equal."""
         batch, _ = self.neutral["plain"]
         up, down = (self.loss.read({**batch, "advantage": sign * batch["advantage"]}) for sign in (1, -1))
         return -(up.by_advantage + down.by_advantage).sum(1) / 2
 
     @cached_property
     def flat(self) -> Tensor:
-        """The gradient for each advantage where all log-probs are equal, and nearly 0 as what a shift fills in."""
+        """`policy_gradient` if all log-probs are equal, and nearly 0, so that a shift of tokens changes nothing."""
         batch, _ = self.neutral["plain"]
         same = {name: torch.full_like(batch[name], -1e-6) for name in (*POLICIES, "reference")}
         return self.loss.policy_gradient({**batch, **same})
 
     @cached_property
     def aggregation(self) -> tuple[str, float]:
-        """The denominator that explains the gradients where all policies are equal, and the factor that is left."""
+        """The denominator that explains the gradients if all policies are equal, and the factor that is left."""
         best = (UNKNOWN, math.nan, 1e-6)
         for name, denominator in DENOMINATORS.items():
             products = []
@@ -97,21 +98,21 @@ class Readings:
 
     @cached_property
     def scale(self) -> float:
-        """The gradient of a token of `of_rows(8, ...)` where all policies are equal."""
+        """The gradient of a token of `of_rows(8, ...)` if all policies are equal."""
         return float(self.loss.policy_gradient(probes.of_rows(8, 1.0))[0, MOVED]) or 1.0
 
     def homogeneity(self, factor: int) -> float:
-        """Returns how much larger gradients are where all advantages are `factor` times as large, if it is not that."""
-        batch, one = self.neutral["plain"]
+        """Returns the factor by which gradients grow if advantages grow by `factor`, at the token farthest from it."""
+        batch, gradient = self.neutral["plain"]
         more = self.loss.policy_gradient({**batch, "advantage": factor * batch["advantage"]})
-        times = (factor * more / one)[batch["mask"]]
+        times = (factor * more / gradient)[batch["mask"]]
         return float(times[(times - factor).abs().nan_to_num().argmax()])
 
     @cached_property
     def exponents(self) -> Mapping[tuple[bool, str, str, int], float]:
         """d log weight / d log-prob by sign of A, policy, place of the token (`PLACES`) and side (1 or -1)."""
         result, moves = {}, list(product(POLICIES, (1, -1)))
-        for positive, advantage in SIGNS.items():
+        for positive, advantage in ADVANTAGES.items():
             batch = probes.of_rows(1 + len(moves), advantage)
             for row, (policy, side) in enumerate(moves, 1):
                 batch[policy][row, MOVED] += side * STEP
@@ -123,16 +124,16 @@ class Readings:
         return result
 
     def exponent(self, positive: bool, policy: str, place: str = "own") -> float:
-        """The mean of the exponents of both sides."""
+        """Returns the mean of the exponents above and below 1."""
         return sum(self.exponents[positive, policy, place, side] for side in (1, -1)) / 2
 
     def kink(self, positive: bool, policy: str) -> float:
-        """The difference of the exponents of both sides at the moved token."""
+        """Returns how far the exponents above and below 1 are apart, at the moved token."""
         above, below = (self.exponents[positive, policy, "own", side] for side in (1, -1))
         return abs(above - below)
 
     def level(self, positive: bool = True, policy: str = "current") -> str:
-        """Returns over which tokens the ratio of a policy is taken, near a ratio of 1."""
+        """Returns over which tokens the ratio to a policy is taken, near a ratio of 1: a level of `Ratio`."""
         before, after = (abs(self.exponent(positive, policy, place)) for place in ("before", "after"))
         if max(before, after) < 1e-4:
             return "token"
@@ -146,19 +147,19 @@ class Readings:
         return gradient[1:] / gradient[0]
 
     def bends(self, probe: Probe) -> dict[tuple[bool, int], Bends]:
-        """Returns the bends of a probe by sign of A and direction of the shift."""
+        """Returns the bends of a probe by whether A > 0 and the direction of the shift, 1 or -1."""
         if probe not in self._bends:
-            points = POINTS[probe.highest >= POINTS]
+            points = CURVE_SHIFTS[probe.highest >= CURVE_SHIFTS]
             self._bends[probe] = {
                 (positive, direction): find_bends(partial(self.weights, probe, advantage=advantage), shifts)
-                for positive, advantage in SIGNS.items()
-                for direction, shifts in ((1, points), (-1, -POINTS))
+                for positive, advantage in ADVANTAGES.items()
+                for direction, shifts in ((1, points), (-1, -CURVE_SHIFTS))
             }
         return self._bends[probe]
 
     @cached_property
     def padding(self) -> Mapping[str, Mapping[str, float]]:
-        """Policies whose values at padding count -> the change of the loss, by what is put there: NaN or a number."""
+        """Value at padding ("nan" or "number") -> policy by which it changes loss or gradient -> change of the loss."""
         batch, _ = self.neutral["plain"]
         before = self.loss.read(batch)
         result: dict[str, dict[str, float]] = {"nan": {}, "number": {}}
@@ -171,9 +172,9 @@ class Readings:
 
     @cached_property
     def split(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradient of each of two micro-batches over that of the whole, where policies are nearly equal.
+        """Gradients of two micro-batches / gradients of the whole batch, if policies are nearly equal.
 
-        And the same where policies of some responses are apart, relative to that; there also with twice the padding.
+        Then the same if policies of some responses differ, relative to the first, and last with more padding.
         """
         near, apart = (probes.of_lengths([6, 3, 4, 1, 5]) for _ in range(2))
         near["current"] = near["current"] + STEP / 10
@@ -183,7 +184,7 @@ class Readings:
         return parts[0][:2], [(b / a).nan_to_num(1.0, math.inf) for a, b in zip(*parts, strict=True)]
 
     def _parts(self, batch: Batch) -> list[Tensor]:
-        """Gradients of two micro-batches, and with twice the padding, over those before, at trained tokens."""
+        """Returns, at trained tokens, gradients of two micro-batches and with more padding, / those of the batch."""
         before, result = self.loss.read(batch).gradient, []
         for rows in (slice(2), slice(2, None)):
             part = {key: value[rows] for key, value in batch.items()}
@@ -194,17 +195,17 @@ class Readings:
 
     @cached_property
     def of_others(self) -> Tensor:
-        """The gradient of responses where the advantage of another one is twice as large, over that before."""
+        """The gradients of responses if the advantage of another response is doubled, / gradients before."""
         batch, _ = self.neutral["plain"]
         twice = {**batch, "advantage": torch.cat([2 * batch["advantage"][:1], batch["advantage"][1:]])}
-        before, after = (self.loss.read(one).gradient for one in (batch, twice))
+        before, after = (self.loss.read(changed).gradient for changed in (batch, twice))
         return (after / before)[1:][batch["mask"][1:]].nan_to_num(1.0, math.inf)
 
     @cached_property
     def kl_curve(self) -> Tensor:
-        """The gradient of a token at A = 0 against log π_ref - log π, in units of `scale`.
+        """The gradient of a token at A = 0 if log π_ref - log π is `TO_REFERENCE`, in units of `scale`.
 
-        At `TO_REFERENCE`, then twice at 0.5: where the sampler, and where the proximal policy is 0.5 away.
+        Then twice at 0.5: with the sampler 0.5 nats away, and with the proximal policy 0.5 nats away.
         """
         batch = probes.of_rows(8, 0.0)  # as for `scale`
         batch["reference"][:, MOVED] += torch.cat([TO_REFERENCE, TO_REFERENCE.new_full((2,), 0.5)])
@@ -214,12 +215,12 @@ class Readings:
 
     @property
     def kl_weights(self) -> Tensor:
-        """By how much the KL term grows, as a factor, where the sampler, and where the proximal policy is 0.5 away."""
+        """The factors by which the KL term grows if the sampler, and if the proximal policy, is 0.5 nats away."""
         return self.kl_curve[-2:] / self.kl_curve[TO_REFERENCE.tolist().index(0.5)]
 
     @property
     def kl_form(self) -> tuple[str, float]:
-        """The estimator of the KL term and its coefficient; ("none", 0) without one, ("other", nan) if unknown."""
+        """The estimator of the KL term and its coefficient: ("none", 0) without KL, ("other", nan) if it is unknown."""
         curve = self.kl_curve[: len(TO_REFERENCE)]
         if float(curve.abs().max()) < 1e-9:
             return "none", 0.0
@@ -232,7 +233,7 @@ class Readings:
 
     @cached_property
     def pull(self) -> Tensor:
-        """The gradient at A = 0 where a whole response has moved: current by four shifts, then the sampler."""
+        """The gradients at A = 0 if a whole response has moved: the policy by four shifts, then the sampler."""
         shifts = torch.tensor([-1.0, -0.5, 0.5, 1.0, 0, 0, 0]).double()
         batches = (probe.batch(shifts, 1.0) for probe in (probes.DRIFT_ALL, probes.MISMATCH_ALL))
         found = [self.loss.at_zero(batch)[:, MOVED] / self.scale for batch in batches]
@@ -240,8 +241,8 @@ class Readings:
 
     @cached_property
     def inputs(self) -> Mapping[str, Tensor]:
-        """The change of all gradients by an input that few losses read, in units of `scale`, on a random batch."""
-        batch, before = RANDOM[-1], self.random[-1]
+        """Input that few losses read -> the change of all gradients if it changes, in units of `scale`."""
+        batch, before = RANDOM_BATCHES[-1], self.random[-1]
         changed = {"entropy": before.by_entropy.flatten() / self.scale}
         for name, value in {
             "off_policy": ~batch["off_policy"],
@@ -256,47 +257,47 @@ class Readings:
 
     @cached_property
     def neighbors(self) -> Mapping[tuple[float, bool, Probe], Tensor]:
-        """The gradients of three responses when the second, or a token of it, drifts, over those before: (3, tokens).
+        """Gradients of three responses if the second one, or a token of it, moves, / gradients before: (3, tokens).
 
-        By shift in nats, whether A > 0, and what drifts.
+        By shift in nats, whether A > 0, and the probe that moves it.
         """
         result = {}
-        for x, (positive, advantage), probe in product((0.4, 3.0, -3.0), SIGNS.items(), ONES):
+        for x, (positive, advantage), probe in product((0.4, 3.0, -3.0), ADVANTAGES.items(), RATIO_PROBES):
             batches = (probe.batch(torch.tensor([shift, 0.0]).double(), advantage) for shift in (0.0, x))
             before, after = map(self.loss.policy_gradient, batches)
             result[x, positive, probe] = (after / before)[:, :TOKENS]
         return result
 
     def curvature(self, probe: Probe, positive: bool) -> float:
-        """Returns the second derivative of the weight at 1: p**2 for ratio**p, 0 for 1 + p * log ratio."""
-        near = self.weights(probe, torch.tensor([-5 * STEP, 5 * STEP]).double(), SIGNS[positive])
+        """Returns d^2 weight / d log-ratio^2 at a ratio of 1: p**2 for ratio**p, 0 for 1 + p * log-ratio."""
+        near = self.weights(probe, torch.tensor([-5 * STEP, 5 * STEP]).double(), ADVANTAGES[positive])
         return float(near.sum() - 2) / (5 * STEP) ** 2
 
     @cached_property
     def rounded(self) -> bool:
-        """Whether it computes in 16 bits: gradients have as few digits, or weights change in steps."""
+        """Whether the loss computes in 16 bits: gradients have that few digits, or weights change in steps."""
         gradient = self.random[2].gradient
         kinds = (torch.bfloat16, torch.float16)
         if len(gradient.unique()) > 4 and any(torch.equal(gradient.to(kind).double(), gradient) for kind in kinds):
             return True
         for probe in (probes.DRIFT, probes.MISMATCH):
-            changes = self.weights(probe, torch.linspace(0.01, 0.15, 300).double(), UP).diff().abs() > 1e-9
+            changes = self.weights(probe, torch.linspace(0.01, 0.15, 300).double(), probes.POSITIVE).diff().abs() > 1e-9
             if int(changes.sum()) > 2 and not bool((changes[1:] & changes[:-1]).any()):
                 return True
         return False
 
     def label(self, probe: Probe) -> str:
-        """Returns the name of a probe, with the policies that are read."""
+        """Returns the name of a probe; without proximal policy, π/μ stands for both ratios."""
         one_ratio = "proximal" not in self.loss.inputs
         return probe.name.replace("π/π_old", "π/μ").replace("π_old/μ", "π/μ") if one_ratio else probe.name
 
     def of_tokens(self, packed: bool) -> list[tuple[Tensor, Tensor]]:
-        """Returns masks and gradients where the advantages of a response differ; none if it takes one for each.
+        """Returns masks and gradients if advantages differ within a response; [] if the loss takes one for a response.
 
-        packed: with ids of responses, by which an objective allows what it refuses without.
+        packed: with `sequence_ids`. With these, an objective takes an advantage for each token.
         """
         result = []
-        for batch in (*REJECTED, RANDOM[-1]):
+        for batch in (*REJECTED_BATCHES, RANDOM_BATCHES[-1]):
             mask, ids = batch["mask"], torch.arange(len(batch["mask"]))[:, None].expand_as(batch["mask"])
             advantage = torch.where(torch.arange(mask.shape[1]) == MOVED, -batch["advantage"], batch["advantage"])
             given = {**batch, "advantage": advantage, **({"sequence_ids": ids} if packed else {})}
@@ -311,5 +312,5 @@ class Readings:
 
     @cached_property
     def random(self) -> list[Reading]:
-        """The readings of `RANDOM`."""
-        return [self.loss.read(batch) for batch in RANDOM]
+        """The readings of `RANDOM_BATCHES`."""
+        return [self.loss.read(batch) for batch in RANDOM_BATCHES]

@@ -34,15 +34,15 @@ TABLES = tomllib.loads((importlib.resources.files("trimtab.check_loss") / "signa
 TENSORS, COUNTS = (TABLES[table] for table in ("tensors", "counts"))
 FIELDS: dict[str, list[str]] = TENSORS | COUNTS
 GIVEN = {"loss_agg_mode": "token-mean", "rollout_is_weights": None}
-"""Values of parameters of verl's losses that have no default."""
+"""Values for the parameters of verl's losses that have no default."""
 
 
 def of_function(function: Callable[..., Any], arguments: Mapping[str, Any] | None = None, name: str = "") -> Loss:
-    """Returns a function as a loss: also a class that is built without arguments, and the `forward` of a module.
+    """Returns a function as a loss. It may also be a class that is built without arguments, or a module.
 
     arguments: field or count -> the parameter that takes it; parameter -> its value; "config.key", "args.key" or a key
         of TRL's configuration -> the value in that object.
-    Raises `TrimtabError` for a parameter of unknown meaning and for a function that cannot be called.
+    Raises `TrimtabError` if a parameter has no known meaning, and if the function cannot be called.
     """
     label = name or getattr(function, "__name__", "loss")
     built = function() if isinstance(function, type) else function
@@ -59,7 +59,7 @@ def of_function(function: Callable[..., Any], arguments: Mapping[str, Any] | Non
 
 
 def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Call, str]:
-    """Returns how a function is called, in code and in words."""
+    """Returns how a function is called: as code, and in words."""
     names = list(inspect.signature(function).parameters)
     if names[:1] == ["self"]:
         return _trl(function, given), "log-probs on a stand-in of its TRL trainer"
@@ -71,7 +71,7 @@ def _call(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Call, st
 
 
 def _of_object(key: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Takes the values of `key.name` out of the arguments."""
+    """Removes arguments that are named `key.NAME`, and returns them by NAME."""
     names = [name for name in given if name.startswith(f"{key}.")]
     return {name.removeprefix(f"{key}."): given.pop(name) for name in names}
 
@@ -79,7 +79,8 @@ def _of_object(key: str, given: dict[str, Any]) -> dict[str, Any]:
 def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Call, str]:
     config = _of_object("config", given)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = {key: one for key, one in inspect.signature(function).parameters.items() if one.kind not in several}
+    signature = inspect.signature(function).parameters
+    parameters = {name: parameter for name, parameter in signature.items() if parameter.kind not in several}
     if config and "config" not in parameters:
         raise TrimtabError(f"--arguments config.{next(iter(config))}: the function has no parameter `config`")
     meanings, values = _meanings(parameters, given)
@@ -114,9 +115,9 @@ def _by_names(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Call
 def _meanings(
     parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the fields and counts that parameters take, and the values of others.
+    """Returns the fields and counts that parameters take, and the values of the other parameters.
 
-    Raises `TrimtabError` for a parameter without default and meaning, and for arguments that name nothing.
+    Raises `TrimtabError` if a parameter has neither a default nor a known meaning, or an argument names no parameter.
     """
     known = {name: field for field, names in FIELDS.items() for name in (field, *names)}
     mapped, values = dict[str, str](), dict[str, Any]()
@@ -150,9 +151,9 @@ def _meanings(
 
 
 def _form(call: Callable[..., Any], function: Callable[..., Any]) -> tuple[torch.dtype, str]:
-    """Returns the dtype of the mask and the shape of advantages with which the function can be called.
+    """Returns a dtype of the mask and a shape of the advantages with which the function can be called.
 
-    A wrong shape may broadcast: a response must then not depend on the advantages of others.
+    A wrong shape may broadcast. So a form is preferred in which no response depends on the advantages of others.
     """
     name = getattr(function, "__name__", "the function")
     forms = list(product((torch.bool, torch.float64), ("(batch, 1)", "(batch, time)", "(batch,)")))
@@ -181,7 +182,7 @@ def _form(call: Callable[..., Any], function: Callable[..., Any]) -> tuple[torch
 
 
 def _scalar(value: Any, name: str) -> Tensor:
-    """Returns the loss of what a function returns: a scalar, the first of several values, or `loss` of an object."""
+    """Returns the scalar loss in what a function returned: the value, the first of several, or its `loss`."""
     if isinstance(value, tuple | list) and value and not hasattr(value, "loss"):
         value = value[0]
     elif isinstance(value, Mapping) and "loss" in value:
@@ -200,7 +201,7 @@ def _scalar(value: Any, name: str) -> Tensor:
 
 
 class _Config(SimpleNamespace):
-    """A configuration whose values are attributes, with `get`."""
+    """A configuration with values as attributes, and with `get`."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return getattr(self, name, default)
@@ -223,7 +224,7 @@ def _verl_config(given: Mapping[str, Any], update: Update) -> Any:
 
 
 def _prime_rl(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
-    """Calls it for one response at a time and divides the sum by the trained tokens of the update, as prime-rl does."""
+    """Returns a call for each response, whose sum is divided by the trained tokens of the update, as in prime-rl."""
 
     def call(batch: Batch, update: Update) -> Tensor:
         total = batch["current"].new_zeros(())
@@ -245,9 +246,9 @@ def _prime_rl(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
 
 
 def _slime(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
-    """Calls it with flat logits of two ids, and divides by the count of the update, as slime and Miles do.
+    """Returns a call with flat logits of two ids, divided by the count of the update, as in slime and Miles.
 
-    The first id has the log-prob of the batch, so that log_softmax returns it, with its gradient.
+    The first id has the log-prob of the batch: log_softmax returns it, with its gradient.
     """
     args = SimpleNamespace(**{**TABLES["slime"], "eps_clip_c": None, **given})
 
@@ -279,7 +280,7 @@ def _slime(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
 
 
 def _trl(method: Callable[..., Any], given: dict[str, Any]) -> Call:
-    """Calls a method of a TRL trainer, of which only what a loss reads is made, with TRL's defaults and `given`."""
+    """Returns a call of a TRL trainer's method, on a stand-in with what a loss reads: TRL's defaults and `given`."""
     trainer, settings = _trl_class(method)
     known = {item.name: item.default for item in dataclasses.fields(settings)}
     for name in given:
@@ -314,7 +315,7 @@ def _trl(method: Callable[..., Any], given: dict[str, Any]) -> Call:
 
 
 def _trl_class(method: Callable[..., Any]) -> tuple[Any, Any]:
-    """Returns the trainer that a method belongs to, and its configuration: GRPOTrainer and GRPOConfig."""
+    """Returns the class of a method's trainer and the class of its configuration: GRPOTrainer and GRPOConfig."""
     trainer = getattr(sys.modules[method.__module__], method.__qualname__.partition(".")[0], None)
     for kind in trainer.__mro__ if isinstance(trainer, type) else ():
         if kind.__module__.partition(".")[0] == "trl" and kind.__name__.endswith("Trainer"):
@@ -325,7 +326,7 @@ def _trl_class(method: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _trl_attributes(config: Mapping[str, Any], batch: Batch, update: Update) -> dict[str, Any]:
-    """Returns what a trainer's `__init__` sets and its `_compute_loss` reads."""
+    """Returns the attributes that `__init__` of a trainer sets and `_compute_loss` reads."""
     high, one_rank = config.get("epsilon_high"), {"gather": lambda x: x, "reduce": lambda x, **_: x}
     return {
         **config,

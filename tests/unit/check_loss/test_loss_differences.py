@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import trimtab
-from trimtab.check_loss.bends import find_bends
+from trimtab.check_loss.bends import Bend, find_bends
 from trimtab.check_loss.check import check
 from trimtab.check_loss.signatures import of_function
 from trimtab.testing import assert_loss
@@ -235,3 +236,8 @@ def test_bends_behind_bends_and_the_exponents_between() -> None:
     assert [bend.kind for bend in bends] == ["constant", "constant", "zero"]
     assert [bend.x for bend in bends] == pytest.approx([0.4054651, 0.5, 1.0], abs=1e-6)
     assert find_bends(torch.exp, -points) == ()
+
+
+def test_a_bend_at_any_log_ratio_is_described() -> None:
+    assert str(Bend("constant", math.log(1.2), 1.2)) == "is 1.2 beyond 1.2"
+    assert [str(Bend("jump", x)) for x in (-800.0, 800.0)] == ["jumps at 0", "jumps at exp(800)"]
