@@ -62,7 +62,8 @@ class Exponents:
         # Figures: of the exponent that differs first, of all exponents at the moved token, and of the tokens over which
         # the ratio to a policy is taken, None if over those of the objective.
         self.first: Figures = {"actual": actual.exponents[first], "expected": expected.exponents[first]}
-        self.first["changes"] = f"{SYMBOLS[policy]} of a token changes the weight of a token {place} it"
+        whose = "its weight" if place == "own" else f"the weight of a token {place} it"
+        self.first["changes"] = f"{SYMBOLS[policy]} of a token changes {whose}"
         self.powers: Figures = {"actual": _product(powers), "expected": _product(wanted)}
         self.other_level, self.other_level_of_weight = (self._other_level(name) for name in ("current", "behavior"))
 
@@ -72,7 +73,7 @@ class Exponents:
         self.constant = bool(needed) and not used
         self.weighted = "behavior" in used & needed  # both use the sampler
         self.equal = _close(powers, wanted)
-        self.upside_down = _close(powers, {name: -power for name, power in wanted.items()})
+        self.upside_down = bool(needed) and _close(powers, {name: -power for name, power in wanted.items()})
         self.proportional = used == needed and len(factors) <= 1
         self.ratio_twice = self.proportional and bool(used) and _close(powers, ratio_twice)
         self.weight_twice = bool(used) and _close(powers, weight_twice)
