@@ -46,7 +46,7 @@ def measure(name: str, model: str, lengths: list[int], count: int, url: str) -> 
                 figures = found.figures or {}
                 cells = [f"{figures[f'k3/{each}']:.1e}" for each in PAIRS]
                 cells += [f"{figures[f'ratio_mean/{WHOLE}']:.5f}", found.status, f"{time.monotonic() - started:.0f}"]
-                tokens = len(sampled.log_ratio)
+                tokens = len(sampled.logp_behavior)
                 print("|", " | ".join([name, f"{tokens // count}", f"{tokens}", *cells]), "|", flush=True)
         finally:
             pair.engine.close()
