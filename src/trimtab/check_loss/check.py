@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from trimtab.check_loss.differences import KINDS, NOTES, Comparison, Difference
 from trimtab.check_loss.identification import Candidate, identify, reference
 from trimtab.check_loss.probes import Loss
@@ -82,12 +80,11 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
         if kind not in KINDS:
             raise TrimtabError(f"there is no difference {kind!r} to ignore{did_you_mean(kind, KINDS)}")
     readings = Readings(loss)
-    with torch.random.fork_rng(devices=[]):
-        if objective is None:
-            found = identify(readings)
-        else:
-            differences = Comparison(readings, reference(objective), objective.name).differences()
-            found = [Candidate((("name", objective.name),), tuple(differences))]
+    if objective is None:
+        found = identify(readings)
+    else:
+        differences = Comparison(readings, reference(objective), objective.name).differences()
+        found = [Candidate((("name", objective.name),), tuple(differences))]
     ignored = tuple(sorted({d.kind for d in found[0].differences} & set(ignore)))
     notes = [d for d in found[0].differences if d.kind in NOTES and d.kind not in ignore]
     left_out = {*ignore, *NOTES}

@@ -27,6 +27,8 @@ NOTES = ("exponent",)
 HIDES_EXPONENT = ("dual-clip", "min-max", "clip-side", "clip", "policy", "level", "kink", "shape", "log-ratio")
 HIDES_EXPONENT += ("normalized-advantage", "batch-statistics")
 """Kinds that hide "exponent": at which log-ratio a loss clamps."""
+CLAMP = 10
+"""Losses clamp log-ratios here or farther from 0, before exp; what is nearer is a bound of the objective."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,8 @@ class Comparison:
                 worst, reach = int(gap.argmax()), math.floor(float(reached.abs()[gap > 1e-6].min()))
                 where = f"for A {'>' if positive else '<'} 0 and a log-ratio of {float(reached[worst]):.4g}"
                 values = {"actual": float(actual[worst]), "expected": float(expected[worst]) + 0}
+                if kind == "exponent" and reach < CLAMP:
+                    kind, key = "clip", "far"
                 self._add(kind, key, probe=self.expected.label(probe), where=where, reach=reach, **values)
                 return
 

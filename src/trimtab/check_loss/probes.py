@@ -170,8 +170,9 @@ class Loss:
         names = ("current", "advantage", "head_current", "entropy")
         leaves = {name: batch[name].detach().requires_grad_() for name in names}
         given = {name: value.clone() for name, value in (batch | leaves).items()}  # no leaves: it may write into them
-        torch.default_generator.manual_seed(0)  # a loss that draws tokens draws the same ones
-        value = self.call(given, Update(given) if update is None else update)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # a loss that draws tokens draws the same ones
+            value = self.call(given, Update(given) if update is None else update)
         gradients = map(torch.zeros_like, leaves.values())
         if value.requires_grad:
             gradients = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)

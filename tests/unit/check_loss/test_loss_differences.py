@@ -206,6 +206,13 @@ def test_a_slip_in_printed_code_is_named_by_its_cause(name: str, right: str, wro
     assert not any(" nan " in text for _, text in differences)
 
 
+def test_a_bound_beyond_the_usual_ratios_is_a_difference() -> None:
+    names: dict[str, Any] = {}
+    exec(trimtab.objective("grpo", clip_dual=30.0).code(), names)  # noqa: S102  what Trimtab prints
+    [(kind, text)] = found(names["grpo_loss"], "grpo")
+    assert (kind, "for A < 0" in text) == ("clip", True)
+
+
 @pytest.mark.parametrize(
     ("name", "keywords"), [("token-tis", {"normalize": True}), ("geo-mask", {"denominator": "kept"}), ("m2po", {})]
 )
