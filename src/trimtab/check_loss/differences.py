@@ -104,7 +104,7 @@ class Comparison:
         for factor in (3, 100):
             actual, expected = (side.homogeneity(factor) for side in self._sides)
             if abs(actual - expected) > 1e-6 * factor and not self._has("normalized-advantage"):
-                self._add("normalized-advantage", "times", factor=factor, actual=actual, expected=expected)
+                self._add("normalized-advantage", "times", factor=factor, actual=actual + 0.0, expected=expected)
         linear = not self._has("normalized-advantage")
         if linear and not same_value and _gap(gradient, flat) > 1e-6:
             self._add("alignment", "shifted", times=_range(gradient / flat))
