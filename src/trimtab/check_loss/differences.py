@@ -206,7 +206,7 @@ class Comparison:
             if float(gap.max()) > 1e-6:
                 worst, reach = int(gap.argmax()), math.floor(float(reached.abs()[gap > 1e-6].min()))
                 where = f"for A {'>' if positive else '<'} 0 and a log-ratio of {float(reached[worst]):.4g}"
-                values = {"actual": float(actual[worst]), "expected": float(expected[worst]) + 0}
+                values = {"actual": float(actual[worst]) + 0.0, "expected": float(expected[worst]) + 0.0}
                 if kind == "exponent" and reach < CLAMP:
                     kind, key = "clip", "far"
                 self._add(kind, key, probe=self.expected.label(probe), where=where, reach=reach, **values)
