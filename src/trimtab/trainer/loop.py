@@ -43,7 +43,7 @@ from trimtab.trainer.observer import Moment, Observer, Sink
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.trainer.stop import IdleSteps, Stop
@@ -217,8 +217,7 @@ class Trainer:
             parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]
             return {key: value for part in parts for key, value in part.items()}
 
-        weights, altered = named_weights(self.learner.model), self.config.engine.changes_weights
-        measured = self.source.evaluate_with(weights, self.learner.updates, measure, weights_altered=altered)
+        measured = self.source.evaluate_with(named_weights(self.learner.model), self.learner.updates, measure)
         for held_out in self.held_out:
             self.observer.evaluated(held_out.evaluated.task.name, moment, measured[held_out.evaluated.metrics[0]])
         return measured

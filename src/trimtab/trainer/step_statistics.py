@@ -25,7 +25,7 @@ from trimtab.objectives import mismatch
 from trimtab.objectives.state import Metrics
 from trimtab.trainer.packing import MicroBatch
 from trimtab.trainer.ranks import RankGroup
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.types import Trajectory
 
 

@@ -151,7 +151,8 @@ def go_back(trainer: TrainerState, steps: Collection[int], halvings: int) -> sto
     _restore(trainer, checkpoint)
     trainer.step, trainer.learner.bad_in_a_row = number, 0
     trainer.publish_now()
-    trainer.source.rewind(checkpoint.meta["source"], checkpoint.files, halvings)
+    trainer.source.halve_lag(halvings)
+    trainer.source.rewind(checkpoint.meta["source"], checkpoint.files)
     return checkpoint
 
 

@@ -29,7 +29,7 @@ from trimtab.objectives import Objective
 from trimtab.trainer.config import Config
 from trimtab.trainer.models.logprobs import TokenScores
 from trimtab.trainer.packing import MicroBatch, MiniBatch
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

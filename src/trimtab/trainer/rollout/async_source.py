@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import product
 from typing import Any
 
 from trimtab.errors import EngineDeadError
@@ -18,8 +17,9 @@ from trimtab.trainer.engines.weight_transfer import share, with_first_names
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, GeneratedGroups, WeightUpdate
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.engine_thread import MAX_RESTARTS, AsyncState, EngineThread, WeightUpdate
+from trimtab.trainer.rollout.responses import GeneratedGroups
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.source import BufferedSource, Result, Weights
 from trimtab.types import Engine
 
@@ -85,29 +85,26 @@ class AsyncSource(BufferedSource):
                 self._abort()
             state.buffer.changed.notify_all()
 
-    def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
-    ) -> Result:
+    def evaluate_with(self, weights: Weights, version: int, function: Callable[[Engine], Result]) -> Result:
         """Pauses the engine threads first: requests are finished, or aborted with `in_flight = "continue"`.
 
         A lost engine is started again; after `MAX_RESTARTS` losses the next engine takes its place.
         """
         with self._pause_engines(abort=self._state.in_flight == "continue"), ExitStack() as stack:
             shared, living = None, [thread for thread in self._threads if not thread.is_lost]
-            for thread, attempt in product(living, range(MAX_RESTARTS)):
-                try:
-                    if weights_altered or thread.version != version or thread.engine.policy_version != version:
-                        shared = shared or stack.enter_context(closing(share(weights)))
-                        thread.version = None
-                        thread.engine.update_weights(shared, version, as_is=True)
-                    return function(thread.engine)
-                except EngineDeadError as error:
-                    self._notify(f"engine {thread.number} was lost ({error}); starting it again")
-                    self._state.sleep(attempt / 2)
-                    thread.version = None
-                    with suppress(EngineDeadError):  # reported by the next attempt
-                        thread.engine.restart()
-                        self._state.buffer.count(RolloutStats(restarts=1))
+            altered = self.collector.config.engine.changes_weights
+            for thread in living:
+                with suppress(EngineDeadError):  # it does not come back
+                    while True:
+                        try:
+                            if altered or thread.version != version or thread.engine.policy_version != version:
+                                shared = shared or stack.enter_context(closing(share(weights)))
+                                thread.version = None
+                                thread.engine.update_weights(shared, version, as_is=True)
+                            return function(thread.engine)
+                        except EngineDeadError as error:
+                            thread.restart(error)
+                            self._deliver_messages()
             numbers = ", ".join(str(thread.number) for thread in living)
             raise EngineDeadError(f"engine {numbers} was lost {MAX_RESTARTS} times in a row: look at what ends it")
 
@@ -119,11 +116,11 @@ class AsyncSource(BufferedSource):
     def _restore_weights(self, weights: Weights, version: int) -> None:
         self.publish(weights, version)
 
-    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
+    def rewind(self, meta: Any, files: Mapping[str, bytes]) -> None:
         with self._pause_engines(abort=True):  # requests in progress are dropped, finished or not
             for thread in self._threads:
                 thread.dropped, thread.version = True, None
-            super().rewind(meta, files, halvings)
+            super().rewind(meta, files)
 
     def close(self) -> None:
         state = self._state
@@ -214,10 +211,9 @@ class AsyncSource(BufferedSource):
             return oldest
 
     def _score(self, generated: GeneratedGroups) -> None:
-        buffer, request, stats = self._state.buffer, generated.request, generated.stats
-        if buffer.is_live(request):
-            groups = self.collector.score_groups(request, generated.prompts, generated.completions, stats)
-            buffer.deliver(request, groups, stats)
+        if self.buffer.is_live(generated.request):
+            self.buffer.deliver(generated, self.collector.score_groups(generated))
             return
+        stats = generated.stats
         stats.response_tokens += sum(one.sampled_tokens for group in generated.completions for one in group)
-        buffer.count(stats)  # too old for every later batch: scores are not needed
+        self.buffer.count(stats)  # too old for every later batch: scores are not needed

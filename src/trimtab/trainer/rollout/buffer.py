@@ -10,7 +10,8 @@ from typing import Any
 from trimtab.runs import trajectories
 from trimtab.trainer.config.sections import TrainerConfig
 from trimtab.trainer.rollout.collector import Group, has_reward_variance, oldest
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.responses import GeneratedGroups
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange, Schedule
 
 PENDING = "pending.parquet"
@@ -58,18 +59,18 @@ class Buffer:
         with self.changed:
             self.schedule.max_lag = self._max_lag(halvings)
 
-    def rewind(self, state: Mapping[str, Any], halvings: int) -> None:
-        """Goes back to an earlier `state()` without its ready groups, and halves the lag."""
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Goes back to an earlier `state()` without its ready groups."""
         with self.changed:
             dropped = state["dropped"] + len(state["ready"])
             self.restore({**state, "dropped": dropped, "ready": []}, {})
-            self.halve_lag(halvings)
             self.changed.notify_all()
 
-    def deliver(self, request: GroupRange, groups: Sequence[Group], stats: RolloutStats) -> None:
-        """Adds scored groups, except those that the schedule has dropped in the meantime."""
+    def deliver(self, generated: GeneratedGroups, groups: Sequence[Group]) -> None:
+        """Adds the scored groups of a request, except those that the schedule has dropped in the meantime."""
+        stats = generated.stats
         with self.changed:
-            for number, group in zip(request.numbers, groups, strict=True):
+            for number, group in zip(generated.request.numbers, groups, strict=True):
                 signal = has_reward_variance(group) or not self._relative_to_group
                 stats.groups += 1
                 stats.no_signal += not signal

@@ -1,4 +1,4 @@
-"""Gives an engine new weights (`publish`), and checks that it samples from them (`Canary`).
+"""Checks that an engine samples from the weights that it was given last.
 
 An engine may report success and keep old weights: a tied head with a packed copy, keys and values that were cached
 under earlier weights, an update that was skipped. Training on such samples degrades slowly and without an error. So the
@@ -12,20 +12,18 @@ begin with the digits of the version, so that no cache contains them. The half t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trimtab.errors import RESUME, DivergedError, EngineDeadError, TrimtabError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.config.sections import CanaryConfig
-from trimtab.trainer.engines.weight_transfer import checksum
-from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, SamplingParams
 
 # Length of a context: one token more than the largest block of a prefix cache (16 to 128 tokens), so that at least one
@@ -290,41 +288,3 @@ def _texts(tokenizer: Any, count: int, length: int) -> IntArray:
     ids = np.array(tokenizer.encode(CORPUS, add_special_tokens=False), dtype=np.int64)
     starts = np.arange(count) * len(ids) // count
     return ids[(starts[:, None] + np.arange(length)) % len(ids)]
-
-
-def publish(
-    engine: Engine,
-    weights: Iterable[tuple[str, Tensor]],
-    version: int,
-    canary: Canary | None,
-    expected: CanaryPrediction | None,
-) -> RolloutStats:
-    """Gives an engine new weights and checks them; if that fails, repeats it once and reports it in the statistics.
-
-    weights: must allow several iterations. expected: see `Canary.check`; None: the canary does not check this version.
-    Raises `TrimtabError` if the second attempt fails too.
-    """
-    stats = RolloutStats()
-    while True:
-        engine.update_weights(weights, version)
-        try:
-            _compare_checksums(engine, weights, version)
-            if canary is not None and expected is not None:
-                canary.check(engine, expected)
-            return stats
-        except TrimtabError as error:
-            if stats.republished or isinstance(error, DivergedError | EngineDeadError):
-                raise
-            stats.republished.append(f"{error}; published the weights again")
-
-
-def _compare_checksums(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-    """Raises `TrimtabError` if checksums of the engine's weights differ (`EmbeddedEngine.weight_checksums`)."""
-    read = getattr(engine, "weight_checksums", None)
-    used: dict[str, tuple[torch.dtype, int]] = read() if read else {}
-    for name, weight in weights if used else ():
-        if name in used and checksum(weight, used[name][0]) != used[name][1]:
-            raise TrimtabError(
-                f"the engine's weight {name!r} is not that of version {version}: the publication did not reach it; "
-                f"start the engine again, then {RESUME}"
-            )

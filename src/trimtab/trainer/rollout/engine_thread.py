@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,11 +15,13 @@ from trimtab.errors import RESUME, EngineDeadError, TrimtabError
 from trimtab.trainer.engines.request import Prefixes
 from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.rollout.buffer import Buffer
-from trimtab.trainer.rollout.canary import Canary, CanaryPrediction, publish
+from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.responses import GeneratedGroups
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
-from trimtab.types import Completion, Engine, Prompt
+from trimtab.trainer.rollout.source import publish
+from trimtab.types import Completion, Engine
 
 MAX_RESTARTS = 5  # restarts of an engine without a finished request in between, before the thread gives up
 RESTART_BACKOFF = 0.5  # seconds before the second restart in a row; doubles with each further one
@@ -33,16 +34,6 @@ class WeightUpdate:
     version: int
     weights: SharedWeights
     expected: CanaryPrediction | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedGroups:
-    """The responses to a request, not scored yet."""
-
-    request: GroupRange
-    prompts: Sequence[Prompt]
-    completions: Sequence[Sequence[Completion]]
-    stats: RolloutStats
 
 
 @dataclass
@@ -118,7 +109,7 @@ class EngineThread:
         except EngineDeadError as lost:
             if self.request is not None and not self.dropped:
                 self.state.buffer.repeat(self.request)
-            self._restart(lost)
+            self.restart(lost)
             return
         self._losses = 0
         if self.dropped:
@@ -182,9 +173,10 @@ class EngineThread:
                 stats.interrupted += unfinished
                 prefixes = completions
 
-        prompts, completions = self.state.collector.responses.respond(request, generate, stats)
+        generated = self.state.collector.responses.respond(request, generate)
         stats.seconds_generating = time.perf_counter() - start
-        return GeneratedGroups(request, prompts, completions, stats)
+        generated.stats.add(stats)
+        return generated
 
     def _resume(self, request: GroupRange) -> bool:
         """Loads newer weights, if there are any; returns False if the request was dropped meanwhile."""
@@ -196,8 +188,8 @@ class EngineThread:
             self._update_weights(update)
         return True
 
-    def _restart(self, lost: EngineDeadError) -> None:
-        """Restarts the engine. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
+    def restart(self, lost: EngineDeadError) -> None:
+        """Restarts the engine, which was `lost`. Raises the last `EngineDeadError` after `MAX_RESTARTS` attempts."""
         self.version = None
         while True:
             self._losses += 1

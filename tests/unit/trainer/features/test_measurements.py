@@ -24,7 +24,7 @@ from trimtab.trainer.features.sampler_data import TopLogprobs
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.packing import empty_micro_batch, to_tensors
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.run import TOP_LOGPROBS, sampling_params
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Problem, Prompt, SamplingParams, TopTokens, Trajectory

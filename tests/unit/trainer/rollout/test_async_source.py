@@ -25,7 +25,7 @@ from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import EpisodeResponses, Responses, RolloutStats
+from trimtab.trainer.rollout.responses import EpisodeResponses, Responses
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
@@ -106,7 +106,7 @@ def test_random_environments_do_not_depend_on_how_requests_are_cut(desk: Open) -
     for requests in ([GroupRange(0, 4)], [GroupRange(0, 1), GroupRange(1, 3)]):
         seen.append({})
         for request in requests:
-            responses.respond(request, Scripted().generate, RolloutStats())
+            responses.respond(request, Scripted().generate)
     assert len(set(seen[0].values())) == 4
     assert seen[0] == seen[1]
 
@@ -334,7 +334,7 @@ def test_aborted_episodes_are_not_asked_for_rewards(desk: Open, length: int, ask
             return 0.0
 
     one = desk(Scripted(), environment=Asked)
-    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length).generate, RolloutStats())
+    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length).generate)
     assert len(calls) == asked
 
 
@@ -371,7 +371,7 @@ def test_generation_pauses_while_an_engine_is_used_for_something_else(desk: Open
         assert one.feed._is_paused()  # pyright: ignore[reportPrivateUsage]
         return engine.calls
 
-    rested = one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False)
+    rested = one.feed.evaluate_with([("w", torch.zeros(1))], 7, through)
     assert rested >= calls
     assert one.steps(1, now=2) == [[8, 9, 10, 11]]
     assert (2, False) in engine.published[engine.published.index((7, True)) :]
@@ -391,7 +391,7 @@ def test_an_engine_lost_while_it_is_used_for_something_else_is_restarted_and_the
             raise EngineDeadError("fell over")
         return 5
 
-    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False) == 5
+    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through) == 5
     assert set(attempts) == {7}
     assert (first.recovered, second.recovered) == (engine_thread.MAX_RESTARTS, 2)
 
