@@ -184,7 +184,7 @@ class Guard:
 
     def _publish_again(self, trainer: snapshot.TrainerState, sign: Sign) -> None:
         """Publishes the weights again, and drops the responses that were sampled without them."""
-        trainer.publish_now()
+        trainer.learner.publish_to(trainer.source)
         _, meta, files = trainer.source.state(trainer.learner.updates)
         trainer.source.rewind(meta, files)
         text = f"step {trainer.step}: {sign.name}: {sign.text}; published the weights again"

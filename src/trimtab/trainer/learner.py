@@ -22,6 +22,7 @@ from trimtab.objectives import Objective, PolicyLogps
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score
+from trimtab.trainer.models.lora import named_weights
 from trimtab.trainer.models.matmul import reused_casts
 from trimtab.trainer.optim import (
     NonFiniteUpdateError,
@@ -33,6 +34,7 @@ from trimtab.trainer.optim import (
 )
 from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup, current_ranks
+from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gather_tensors, all_reduce_statistics
 
 
@@ -139,6 +141,13 @@ class Learner:
                 logps[name] = values
         return micro
 
+    def publish_to(self, source: RolloutSource) -> None:
+        """Gives the engines of `source` the current weights."""
+        options: dict[str, Any] = {}
+        for feature in self.features:
+            options |= feature.publish_options(self.model, self.updates)
+        source.publish(named_weights(self.model), self.updates, **options)
+
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:
         """Returns the log-probs (rows, time) of the current policy, without perturbation."""
@@ -166,8 +175,7 @@ class Learner:
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
         stats.to_cpu()
         for feature in self.features:
-            feature.after_updates(self)
-        stats.counts = {name: count for feature in self.features for name, count in feature.counts().items()}
+            stats.counts |= feature.after_updates(self)
         if self.ranks.size > 1:
             all_reduce_statistics(stats, self.ranks)
         return stats
@@ -215,8 +223,6 @@ class Learner:
         gradients = [parameter.grad for group in others for parameter in group if parameter.grad is not None]
         for gradient in gradients:
             self.ranks.all_reduce_(gradient)  # these parameters are not under FSDP
-        for feature in self.features:
-            feature.end_backward()
         stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates) * self.lr_factor
         if self.decay_from is not None:
             stats.lr *= linear_decay(self.updates, self.decay_from, self.total_updates)

@@ -157,8 +157,11 @@ def _first_cause(runs: list[Any], error: Exception) -> Exception:
     return min(errors, key=lambda entry: entry[0])[1] if errors else error
 
 
-class EventBuffer:
-    """An observer that stores events until the driver polls them. Of consecutive phases, it stores only the newest."""
+class EventBuffer(NullObserver):
+    """An observer that stores events until the driver polls them. Of consecutive phases, it stores only the newest.
+
+    It ignores `finished`, which the process that writes the report calls on its own observer.
+    """
 
     def __init__(self) -> None:
         self._pending: list[Event] = []
@@ -178,9 +181,6 @@ class EventBuffer:
 
     def message(self, text: str) -> None:
         self._append("message", text)
-
-    def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        """Does nothing: the observer of the process that writes the report gets this event."""
 
     def poll(self, timeout: float) -> list[Event]:
         """Returns all events since the last call; waits `timeout` seconds for the first."""
@@ -207,10 +207,8 @@ class TrainerRank:
     """The actor of one trainer rank. Rank 0 also has the data side of the run: engines, rewards, the run directory."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
-        self._ranks = ranks
-        self._events = EventBuffer()
-        self._stop = Stop()
+        self._rank, self._ranks = rank, ranks
+        self._events, self._stop = EventBuffer(), Stop()
 
     def address(self) -> tuple[str, int]:
         """Returns a rendezvous address for the ranks: this node, and a port that was free just now."""

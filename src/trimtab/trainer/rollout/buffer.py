@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trimtab.runs import trajectories
@@ -45,6 +46,13 @@ class Buffer:
         self._groups: dict[int, Group] = {}
         self._stats = RolloutStats()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Holds the lock inside, and then notifies the waiting threads."""
+        with self.changed:
+            yield
+            self.changed.notify_all()
+
     def _max_lag(self, halvings: int) -> float:
         """Returns the largest age of a consumed token, in updates, after `halvings` halvings (see `halve_lag`)."""
         trainer, max_lag = self._trainer, math.inf
@@ -61,15 +69,14 @@ class Buffer:
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Goes back to an earlier `state()` without its ready groups."""
-        with self.changed:
+        with self.changing():
             dropped = state["dropped"] + len(state["ready"])
             self.restore({**state, "dropped": dropped, "ready": []}, {})
-            self.changed.notify_all()
 
     def deliver(self, generated: GeneratedGroups, groups: Sequence[Group]) -> None:
         """Adds the scored groups of a request, except those that the schedule has dropped in the meantime."""
         stats = generated.stats
-        with self.changed:
+        with self.changing():
             for number, group in zip(generated.request.numbers, groups, strict=True):
                 signal = has_reward_variance(group) or not self._relative_to_group
                 stats.groups += 1
@@ -77,13 +84,11 @@ class Buffer:
                 if self.schedule.deliver(number, oldest(group), signal=signal or not self._trainer.dynamic_sampling):
                     self._groups[number] = group
             self._stats.add(stats)
-            self.changed.notify_all()
 
     def repeat(self, request: GroupRange) -> None:
         """Schedules the groups to be generated again, because their engine was lost."""
-        with self.changed:
+        with self.changing():
             self.schedule.repeat(request)
-            self.changed.notify_all()
 
     def count(self, stats: RolloutStats) -> None:
         """Adds to the statistics of the next batch."""
@@ -97,12 +102,11 @@ class Buffer:
 
     def expire(self) -> None:
         """Drops groups that are too old for every later batch, and counts their responses as stale."""
-        with self.changed:
+        with self.changing():
             for number in self.schedule.expire():
                 group = self._groups.pop(number, None)
                 # A group that is still being generated counts with all its samples.
                 self._stats.stale += self._trainer.samples if group is None else len(group)
-            self.changed.notify_all()
 
     def take(
         self, version: int, *, partial: bool = False, on_wait: Callable[[], None] | None = None
@@ -114,7 +118,7 @@ class Buffer:
             partial: return the groups that are ready, without waiting for more.
             on_wait: called with the lock held before every wait; an exception from it ends the wait.
         """
-        with self.changed:
+        with self.changing():
             while (numbers := self.schedule.batch(partial=partial)) is None:
                 if on_wait is not None:
                     on_wait()
@@ -124,8 +128,7 @@ class Buffer:
             # The schedule has dropped all groups without signal.
             self._groups = {number: group for number, group in self._groups.items() if self.schedule.contains(number)}
             stats, self._stats = self._stats, RolloutStats()
-            self.changed.notify_all()
-            return groups, stats
+        return groups, stats
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Returns the state for a checkpoint, as JSON and files: ready groups whole, other groups as numbers."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -68,6 +68,10 @@ class CanaryPrediction:
     fixed: BoolArray  # (contexts,): True for contexts that are the same at every check
     logp: FloatArray
 
+    def of(self, ids: IntArray) -> FloatArray:
+        """Returns the log-prob of one token at each context."""
+        return self.logp[np.arange(len(ids)), ids]
+
 
 @dataclass(frozen=True, eq=False)
 class _EngineSamples:
@@ -76,10 +80,9 @@ class _EngineSamples:
     ids: IntArray
     logp: FloatArray
 
-    def difference(self, expected: CanaryPrediction, among: BoolArray | None = None) -> float:
+    def difference(self, expected: CanaryPrediction, among: BoolArray | slice = slice(None)) -> float:
         """Returns the mean |engine's log-prob - trainer's log-prob| over all contexts, or those with `among` True."""
-        distance = np.abs(self.logp - expected.logp[np.arange(len(self.ids)), self.ids])
-        return float(np.mean(distance if among is None else distance[among]))
+        return float(np.mean(np.abs(self.logp - expected.of(self.ids))[among]))
 
 
 class _LastCheck(NamedTuple):
@@ -90,24 +93,22 @@ class _LastCheck(NamedTuple):
     first: CanaryPrediction  # at the engine's first check
 
 
+@dataclass(eq=False)
 class Canary:
-    """Compares the log-probs of engines with the trainer's at fixed contexts. Shared by all engines of a run.
+    """Compares the log-probs of engines with the trainer's at fixed contexts. Shared by all engines of a run."""
 
-    `noise` is the mean |difference| of the first engine at the first check; the default bound is derived from it.
-    """
-
-    def __init__(
-        self, texts: IntArray, config: CanaryConfig, *, temperature: float = 1.0, autocast: str = "none", tied: bool
-    ) -> None:
-        """`texts`: token ids (prompts, length); the last `config.tokens` positions of each row are checked."""
-        self.noise: float | None = None
-        self._difference: float | None = None
-        self._projection: float | None = None  # of the differences onto the policy's change, in noise units
-        self._texts, self._config, self._temperature = texts, config, temperature
-        self._autocast, self._tied = autocast, tied
-        self._published, self._version = 0, -1  # number of publications, and the version of the last one
-        self._last_checks: WeakKeyDictionary[Engine, _LastCheck] = WeakKeyDictionary()
-        self._lock = threading.Lock()
+    texts: IntArray  # token ids (prompts, length); the last `config.tokens` positions of each row are checked
+    config: CanaryConfig
+    tied: bool  # whether embedding and head share their weights
+    temperature: float = 1.0
+    autocast: str = "none"
+    noise: float | None = None  # mean |difference| of the first engine at the first check: gives the default bound
+    _difference: float | None = None
+    _projection: float | None = None  # of the differences onto the policy's change, in noise units
+    _published: int = 0  # number of publications
+    _version: int = -1  # of the last publication
+    _last_checks: WeakKeyDictionary[Engine, _LastCheck] = field(default_factory=WeakKeyDictionary)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, model: nn.Module) -> Canary | None:
@@ -140,13 +141,13 @@ class Canary:
         """
         if version != self._version:
             self._published, self._version = self._published + 1, version
-        if (self._published - 1) % (self._config.every or 1):
+        if (self._published - 1) % (self.config.every or 1):
             return None
-        texts, checked = self._texts_with_version(version), self._config.tokens
+        texts, checked = self._texts_with_version(version), self.config.tokens
         ids = torch.from_numpy(texts).to(next(model.parameters()).device)
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=self._autocast == "bfloat16"):
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=self.autocast == "bfloat16"):
             logits = model(input_ids=ids, use_cache=False, logits_to_keep=checked).logits
-        logp = (logits.float() / self._temperature).log_softmax(-1).flatten(0, 1)
+        logp = (logits.float() / self.temperature).log_softmax(-1).flatten(0, 1)
         if not bool(torch.isfinite(logp).all()):
             raise DivergedError(f"canary: the trained policy of version {version} is not finite; lower optim.lr")
         first = texts.shape[1] - checked + 1
@@ -164,7 +165,7 @@ class Canary:
         difference = samples.difference(expected)
         with self._lock:
             last = self._last_checks.get(engine)
-            self._difference, bound = difference, self._config.bound
+            self._difference, bound = difference, self.config.bound
             if bound is None:
                 bound = MAX_INITIAL_DIFFERENCE if self.noise is None else max(MARGIN * self.noise, MIN_BOUND)
             if difference > bound:
@@ -198,7 +199,7 @@ class Canary:
     def _sample(self, engine: Engine, expected: CanaryPrediction) -> _EngineSamples:
         """Samples one token at every context with `Engine.generate`."""
         prompts = [Prompt(Problem(f"canary {i}", "", ""), "", ids) for i, ids in enumerate(expected.contexts)]
-        sampling = SamplingParams(temperature=self._temperature, max_tokens=1, ignore_stop=True)
+        sampling = SamplingParams(temperature=self.temperature, max_tokens=1, ignore_stop=True)
         completions: list[Completion] = [
             group[0] for group in engine.generate(prompts, 1, sampling, seed=SEED, prefixes=None)
         ]
@@ -220,8 +221,7 @@ class Canary:
         """Raises `TrimtabError` if the engine's log-probs kept the same bits although the policy changed."""
         if last is None or self.noise is None or not _equal(last.samples, samples, expected.fixed):
             return
-        positions, ids = np.flatnonzero(expected.fixed), samples.ids[expected.fixed]
-        moved = float(np.mean(np.abs(expected.logp[positions, ids] - last.expected.logp[positions, ids])))
+        moved = float(np.mean(np.abs(expected.of(samples.ids) - last.expected.of(samples.ids))[expected.fixed]))
         if moved > max(UNCHANGED_SHARE * self.noise, 1e-6):
             raise TrimtabError(
                 f"canary: the engine's samples at version {expected.version} are those of version "
@@ -238,13 +238,12 @@ class Canary:
         """
         if noise < MIN_BOUND / MARGIN:
             return  # with exact numerics the bound detects this as well
-        positions, ids = np.flatnonzero(expected.fixed), samples.ids[expected.fixed]
-        current = expected.logp[positions, ids]
-        direction = first.logp[positions, ids] - current
+        current = expected.of(samples.ids)[expected.fixed]
+        direction = first.of(samples.ids)[expected.fixed] - current
         length = float(np.linalg.norm(direction))
         if length == 0:
             return
-        projection = float(np.clip(samples.logp[positions] - current, -CLIP * noise, CLIP * noise) @ direction)
+        projection = float(np.clip(samples.logp[expected.fixed] - current, -CLIP * noise, CLIP * noise) @ direction)
         self._projection = projection / (length * noise)
         if projection / length**2 > UNMOVED_SHARE and self._projection > UNMOVED_SIGMAS:
             raise TrimtabError(
@@ -262,14 +261,14 @@ class Canary:
         same = last is not None and _equal(last.samples, samples, expected.fixed)
         if last is not None and (same or samples.difference(last.expected, expected.fixed) < fixed / 2):
             return f"it still samples from the weights of version {last.expected.version}: the update was skipped"
-        head = "most often a tied head with a separate packed copy" if self._tied else "or they were garbled"
+        head = "most often a tied head with a separate packed copy" if self.tied else "or they were garbled"
         if last is None and self.noise is None:
             return f"it holds another model, or a part of the weights was not taken over ({head})"
         return f"a part of the weights was not taken over ({head})"
 
     def _texts_with_version(self, version: int) -> IntArray:
         """Returns the texts; every second one begins with `version`, written in tokens of the text."""
-        texts = self._texts.copy()
+        texts = self.texts.copy()
         alphabet = np.unique(texts)
         digits = [version // len(alphabet) ** index % len(alphabet) for index in range(VERSION_TOKENS)]
         texts[1::2, :VERSION_TOKENS] = alphabet[digits]

@@ -94,7 +94,7 @@ def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported(std: 
     assert "perturbation/grad_norm" not in before  # no update was made
     for gradient in ([3.0, 4.0], [0.0, 2.0]):
         log_sigma.grad = torch.tensor(gradient)
-        feature.end_backward()
+        feature.end_update()
     with torch.no_grad():
         log_sigma += torch.tensor([1.5, 0.7]).log()
     after = feature.end_step(one)
