@@ -117,11 +117,11 @@ class Learner:
         # Only micro-batches that this rank scored have features' extras; it trains on the same ones.
         scored = [assigned.get(index, micro) for index, micro in enumerate(batch)]
         if self.ranks.size > 1:
-            own = {f"{index}|{name}": logp for index, named in logps.items() for name, logp in named.items()}
+            own = {
+                f"{index}|{name}": logp for index, named in logps.items() for name, logp in named.items() if len(logp)
+            }
             logps = {index: {} for index in range(len(batch))}
-            for key, logp in all_gather_tensors(
-                {key: logp for key, logp in own.items() if len(logp)}, self.ranks
-            ).items():
+            for key, logp in all_gather_tensors(own, self.ranks).items():
                 index, _, name = key.partition("|")
                 logps[int(index)][name] = logp.to(self.device)
         return [micro.with_scores(**logps[index]) for index, micro in enumerate(scored)]

@@ -214,30 +214,11 @@ def build_trainer(
     engines = build(config, loaded, run.model_folder) if ranks.is_leader else []
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = prepare_model(loaded.model, config)
-    features = list(build_features(config, model, parts.objective, canary, current_ranks(), observer.message))
+    features = list(build_features(config, model, parts.objective, canary, ranks, observer.message))
     collector = _build_collector(config, parts, loaded, [getattr(engine, "context", None) for engine in engines])
     own, *others = parts.held_out
     if isinstance(collector.responses, EpisodeResponses):
         own = replace(own, episodes=collector.responses.runner)
-    return Trainer(
-        config=config,
-        source=_build_source(config, parts, collector, engines, observer, canary),
-        learner=_build_learner(config, parts.objective, model, loaded, features),
-        run=run,
-        observer=observer,
-        guard=Guard(config, own.task.name),
-        held_out=[one.without_long(collector) for one in (own, *others)],
-    )
-
-
-def _build_source(
-    config: Config,
-    parts: RunParts,
-    collector: Collector,
-    engines: Sequence[Engine],
-    observer: Observer,
-    canary: Canary | None,
-) -> RolloutSource:
     advantage = config.advantage.kind or parts.objective.advantage
     buffer = Buffer(
         config.trainer,
@@ -245,12 +226,20 @@ def _build_source(
         single_behavior=parts.objective.single_behavior,
     )
 
-    def build() -> RolloutSource:
+    def build_source() -> RolloutSource:
         if config.has_engine_threads:
             return AsyncSource(collector, buffer, engines, observer.message, canary)
         return SyncSource(collector, buffer, engines[0], canary)
 
-    return shared_source(collector, build)
+    return Trainer(
+        config=config,
+        source=shared_source(collector, build_source),
+        learner=_build_learner(config, parts.objective, model, loaded, features),
+        run=run,
+        observer=observer,
+        guard=Guard(config, own.task.name),
+        held_out=[one.without_long(collector) for one in (own, *others)],
+    )
 
 
 def _build_learner(

@@ -68,7 +68,7 @@ class CanaryPrediction:
     fixed: BoolArray  # (contexts,): True for contexts that are the same at every check
     logp: FloatArray
 
-    def of(self, ids: IntArray) -> FloatArray:
+    def logp_of(self, ids: IntArray) -> FloatArray:
         """Returns the log-prob of one token at each context."""
         return self.logp[np.arange(len(ids)), ids]
 
@@ -82,7 +82,7 @@ class _EngineSamples:
 
     def difference(self, expected: CanaryPrediction, among: BoolArray | slice = slice(None)) -> float:
         """Returns the mean |engine's log-prob - trainer's log-prob| over all contexts, or those with `among` True."""
-        return float(np.mean(np.abs(self.logp - expected.of(self.ids))[among]))
+        return float(np.mean(np.abs(self.logp - expected.logp_of(self.ids))[among]))
 
 
 class _LastCheck(NamedTuple):
@@ -221,7 +221,8 @@ class Canary:
         """Raises `TrimtabError` if the engine's log-probs kept the same bits although the policy changed."""
         if last is None or self.noise is None or not _equal(last.samples, samples, expected.fixed):
             return
-        moved = float(np.mean(np.abs(expected.of(samples.ids) - last.expected.of(samples.ids))[expected.fixed]))
+        change = expected.logp_of(samples.ids) - last.expected.logp_of(samples.ids)
+        moved = float(np.mean(np.abs(change[expected.fixed])))
         if moved > max(UNCHANGED_SHARE * self.noise, 1e-6):
             raise TrimtabError(
                 f"canary: the engine's samples at version {expected.version} are those of version "
@@ -238,8 +239,8 @@ class Canary:
         """
         if noise < MIN_BOUND / MARGIN:
             return  # with exact numerics the bound detects this as well
-        current = expected.of(samples.ids)[expected.fixed]
-        direction = first.of(samples.ids)[expected.fixed] - current
+        current = expected.logp_of(samples.ids)[expected.fixed]
+        direction = first.logp_of(samples.ids)[expected.fixed] - current
         length = float(np.linalg.norm(direction))
         if length == 0:
             return
