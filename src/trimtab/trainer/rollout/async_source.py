@@ -288,9 +288,8 @@ class EngineThread:
             self.restart(lost)
             return
         self._losses = 0
-        if self.dropped:
-            return
-        self.source.unscored.put((generated.request.first, generated))
+        if not self.dropped:
+            self.source.unscored.put((generated.request.first, generated))
 
     def _next(self) -> GroupRange:
         """Waits for a request that may be generated under the engine's weights; loads newer weights first."""
