@@ -99,11 +99,8 @@ class SharedSource:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         if self._source is not None:
             self._source.restore(tensors, meta, files)
-        self.published = meta["published"]
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes]) -> None:
-        if self._source is not None:
-            self._source.rewind(meta, files)
+        if "engine" in tensors:
+            self.published = meta["published"]
 
     def halve_lag(self, halvings: int) -> None:
         if self._source is not None:

@@ -186,7 +186,7 @@ class Guard:
         """Publishes the weights again, and drops the responses that were sampled without them."""
         trainer.learner.publish_to(trainer.source)
         _, meta, files = trainer.source.state(trainer.learner.updates)
-        trainer.source.rewind(meta, files)
+        trainer.source.restore({}, {**meta, "ready": []}, files)
         text = f"step {trainer.step}: {sign.name}: {sign.text}; published the weights again"
         self._mark(text)
         trainer.observer.message(text)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from queue import PriorityQueue
 from typing import Any
 
+from torch import Tensor
+
 from trimtab.errors import RESUME, EngineDeadError, TrimtabError
 from trimtab.trainer.engines.request import Prefixes
 from trimtab.trainer.engines.weight_transfer import SharedWeights, share, with_first_names
@@ -155,11 +157,11 @@ class AsyncSource(BufferedSource):
     def _restore_weights(self, weights: Weights, version: int) -> None:
         self.publish(weights, version)
 
-    def rewind(self, meta: Any, files: Mapping[str, bytes]) -> None:
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         with self._pause_engines(abort=True):  # requests in progress are dropped, finished or not
             for thread in self._threads:
                 thread.dropped, thread.version = True, None
-            super().rewind(meta, files)
+            super().restore(tensors, meta, files)
 
     def close(self) -> None:
         with self.buffer.changing():

@@ -67,12 +67,6 @@ class Buffer:
         with self.changed:
             self.schedule.max_lag = self._max_lag(halvings)
 
-    def rewind(self, state: Mapping[str, Any]) -> None:
-        """Goes back to an earlier `state()` without its ready groups."""
-        with self.changing():
-            dropped = state["dropped"] + len(state["ready"])
-            self.restore({**state, "dropped": dropped, "ready": []}, {})
-
     def deliver(self, generated: GeneratedGroups, groups: Sequence[Group]) -> None:
         """Adds the scored groups of a request, except those that the schedule has dropped in the meantime."""
         stats = generated.stats
@@ -138,9 +132,9 @@ class Buffer:
             return state, {PENDING: trajectories.to_bytes(rows)} if rows else {}
 
     def restore(self, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Restores `state()`."""
-        rows = trajectories.from_bytes(files[PENDING]) if PENDING in files else []
-        with self.changed:
+        """Restores `state()`. Groups that the caller removed from `state["ready"]` count as dropped."""
+        rows = trajectories.from_bytes(files[PENDING]) if state["ready"] and PENDING in files else []
+        with self.changing():
             self._groups = {number: [] for number in state["ready"]}
             for row in rows:
                 self._groups[row.group].append(row)

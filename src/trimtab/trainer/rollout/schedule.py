@@ -172,17 +172,17 @@ class Schedule:
         return {
             "drawn": self.drawn,
             "consumed": self.consumed,
-            "dropped": self.dropped + len(self._numbers_in_state("no_signal")),
             "ready": self.ready(),
             "unfinished": self.unfinished(),
         }
 
     def restore(self, state: Mapping[str, Any], oldest: Mapping[int, float]) -> None:
-        """Restores `state()`; `oldest` is the oldest version of each ready group."""
-        self.drawn, self.consumed, self.dropped = state["drawn"], state["consumed"], state["dropped"]
+        """Restores `state()`; `oldest` is the oldest version of each ready group. Numbers in no state are dropped."""
+        self.drawn, self.consumed = state["drawn"], state["consumed"]
         pending = {number: GroupEntry("pending") for number in state["unfinished"]}
         ready = {number: GroupEntry("ready", oldest[number]) for number in state["ready"]}
         self._live = dict(sorted({**pending, **ready}.items()))
+        self.dropped = self.drawn - self.consumed - len(self._live)
 
     def _begin(self, request: GroupRange, version: int) -> None:
         for number in request.numbers:

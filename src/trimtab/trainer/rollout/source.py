@@ -57,14 +57,10 @@ class RolloutSource(Protocol):
         ...
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        """Restores `state()`.
+        """Restores `state()`, and drops what was sampled since. The caller may remove groups from `meta["ready"]`.
 
         If the engines had the newest weights, the state has none: the caller must publish the weights first.
         """
-        ...
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes]) -> None:
-        """Goes back to an earlier `state()`, whose weights must be published, and drops all sampled responses."""
         ...
 
     def halve_lag(self, halvings: int) -> None:
@@ -106,10 +102,6 @@ class BufferedSource(ABC):
         self.collector.responses.restore(meta, files)
         if "engine" in tensors:
             self._restore_weights(tensors["engine"].items(), meta["published"])
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes]) -> None:
-        self.buffer.rewind(meta)
-        self.collector.responses.restore(meta, files)
 
     def halve_lag(self, halvings: int) -> None:
         self.buffer.halve_lag(halvings)
