@@ -102,10 +102,6 @@ class SharedSource:
         if "engine" in tensors:
             self.published = meta["published"]
 
-    def halve_lag(self, halvings: int) -> None:
-        if self._source is not None:
-            self._source.halve_lag(halvings)
-
     def close(self) -> None:
         if self._source is not None:
             self._source.close()

@@ -211,7 +211,6 @@ class Guard:
         if self.is_on:
             self.state = GuardState(**saved)
             self._lower_rate(trainer.learner)
-            trainer.source.halve_lag(self.state.returns)
         elif saved.get("returns"):
             raise TrimtabError(
                 f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "

@@ -156,8 +156,7 @@ def go_back(trainer: TrainerState, steps: Collection[int], halvings: int) -> sto
     _restore(trainer, checkpoint)
     trainer.step, trainer.learner.bad_in_a_row = number, 0
     trainer.learner.publish_to(trainer.source)
-    trainer.source.halve_lag(halvings)
-    trainer.source.restore({}, {**checkpoint.meta["source"], "ready": []}, checkpoint.files)
+    trainer.source.restore({}, {**checkpoint.meta["source"], "ready": [], "halvings": halvings}, checkpoint.files)
     return checkpoint
 
 

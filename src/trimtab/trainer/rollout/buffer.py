@@ -35,10 +35,11 @@ class Buffer:
     ) -> None:
         self.changed = threading.Condition()
         self._trainer, self._single_behavior = trainer, single_behavior
+        self._halvings = 0
         self.schedule = Schedule(
             prompts=trainer.prompts,
             updates=trainer.updates_per_step,
-            max_lag=self._max_lag(0),
+            max_lag=self._max_lag(),
             ahead=bool(trainer.max_lag),
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
@@ -53,19 +54,14 @@ class Buffer:
             yield
             self.changed.notify_all()
 
-    def _max_lag(self, halvings: int) -> float:
-        """Returns the largest age of a consumed token, in updates, after `halvings` halvings (see `halve_lag`)."""
+    def _max_lag(self) -> float:
+        """Returns the largest age of a consumed token, in updates."""
         trainer, max_lag = self._trainer, math.inf
         if trainer.max_lag is not None:
-            max_lag = max(min(trainer.max_lag, 1), trainer.max_lag >> halvings)
+            max_lag = max(min(trainer.max_lag, 1), trainer.max_lag >> self._halvings)
         if self._single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
-            max_lag = min(max_lag, max(1, (trainer.sync_every or 1) >> halvings) - 1)
+            max_lag = min(max_lag, max(1, (trainer.sync_every or 1) >> self._halvings) - 1)
         return max_lag
-
-    def halve_lag(self, halvings: int) -> None:
-        """Bounds the age of tokens by `max_lag` and `sync_every`, each halved `halvings` times."""
-        with self.changed:
-            self.schedule.max_lag = self._max_lag(halvings)
 
     def deliver(self, generated: GeneratedGroups, groups: Sequence[Group]) -> None:
         """Adds the scored groups of a request, except those that the schedule has dropped in the meantime."""
@@ -127,12 +123,12 @@ class Buffer:
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Returns the state for a checkpoint, as JSON and files: ready groups whole, other groups as numbers."""
         with self.changed:
-            state: dict[str, Any] = {**self.schedule.state(), "stale": self._stats.stale}
+            state: dict[str, Any] = {**self.schedule.state(), "stale": self._stats.stale, "halvings": self._halvings}
             rows = [trajectory for number in state["ready"] for trajectory in self._groups[number]]
             return state, {PENDING: trajectories.to_bytes(rows)} if rows else {}
 
     def restore(self, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Restores `state()`. Groups that the caller removed from `state["ready"]` count as dropped."""
+        """Restores `state()`. Groups that the caller removed from `state["ready"]` are dropped."""
         rows = trajectories.from_bytes(files[PENDING]) if state["ready"] and PENDING in files else []
         with self.changing():
             self._groups = {number: [] for number in state["ready"]}
@@ -140,3 +136,5 @@ class Buffer:
                 self._groups[row.group].append(row)
             self.schedule.restore(state, {number: oldest(group) for number, group in self._groups.items()})
             self._stats = RolloutStats(stale=state["stale"])
+            self._halvings = state["halvings"]
+            self.schedule.max_lag = self._max_lag()

@@ -57,14 +57,13 @@ class RolloutSource(Protocol):
         ...
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        """Restores `state()`, and drops what was sampled since. The caller may remove groups from `meta["ready"]`.
+        """Restores `state()`, and drops what was sampled since.
+
+        The caller may remove groups from `meta["ready"]`, and set `meta["halvings"]`: how often the bounds on the age
+        of tokens, `max_lag` and `sync_every`, are halved.
 
         If the engines had the newest weights, the state has none: the caller must publish the weights first.
         """
-        ...
-
-    def halve_lag(self, halvings: int) -> None:
-        """Bounds the age of tokens by `max_lag` and `sync_every`, each halved `halvings` times."""
         ...
 
     def close(self) -> None:
@@ -73,15 +72,11 @@ class RolloutSource(Protocol):
 
 
 @dataclass
-class BufferedSource(ABC):
+class BufferedSource(RolloutSource, ABC):
     """What the synchronous and the asynchronous source have in common: their buffer and their part of a checkpoint."""
 
     collector: Collector
     buffer: Buffer
-
-    @property
-    @abstractmethod
-    def published(self) -> int: ...
 
     @abstractmethod
     def _weights(self) -> Weights:
@@ -102,9 +97,6 @@ class BufferedSource(ABC):
         self.collector.responses.restore(meta, files)
         if "engine" in tensors:
             self._restore_weights(tensors["engine"].items(), meta["published"])
-
-    def halve_lag(self, halvings: int) -> None:
-        self.buffer.halve_lag(halvings)
 
 
 @dataclass
