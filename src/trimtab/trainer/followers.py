@@ -123,9 +123,3 @@ class FollowerRunDirectory(RunDirectory):
 
     def truncate_after(self, step: int) -> None:
         pass
-
-    def close(self) -> None:
-        pass
-
-    def _discard_if_unused(self) -> None:
-        pass

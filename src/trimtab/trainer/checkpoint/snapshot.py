@@ -97,12 +97,10 @@ def capture(
     """Returns the state of a run: tensors by section, JSON, and files. `evaluated`: this step's evaluation."""
     learner = trainer.learner
     optimizer, groups = state_tensors.optimizer_state(learner.optimizer, learner.trained)
-    generators, generator_data = state_tensors.rng_state()
     source_tensors, source_data, files = trainer.source.state(learner.updates)
     tensors = {
         **{name: state_tensors.model_state(module) for name, module in learner.modules.items()},
         "optimizer": optimizer,
-        "random": generators,
         **source_tensors,
         **{section: named for feature in learner.features for section, named in feature.tensors().items()},
     }
@@ -115,7 +113,7 @@ def capture(
         "idle": trainer.idle.steps,
         "source": source_data,
         "optimizer": groups,
-        "random": generator_data,
+        "random": state_tensors.rng_state(),
         "features": {type(feature).__name__: feature.state() for feature in learner.features},
         "guard": trainer.guard_state(),
     }
@@ -168,7 +166,7 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     state_tensors.load_optimizer_state(
         learner.optimizer, learner.trained, checkpoint.tensors["optimizer"], meta["optimizer"]
     )
-    state_tensors.set_rng_state(checkpoint.tensors["random"], meta["random"])
+    state_tensors.set_rng_state(meta["random"])
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]

@@ -1,4 +1,4 @@
-"""Modules, optimizers and random generators as named tensors plus JSON, restored bit for bit.
+"""Modules, optimizers and random generators as named tensors and JSON, restored bit for bit.
 
 Checkpoints contain no pickles, which could run code on loading, so all state is converted here.
 """
@@ -77,28 +77,30 @@ def load_optimizer_state(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the states of the global random generators: of torch (CPU, CUDA devices of this process) as tensors, of
-    python and numpy as JSON.
-    """
-    cuda = {f"cuda-{index}": torch.cuda.get_rng_state(device) for index, device in enumerate(_cuda_devices())}
+def rng_state() -> dict[str, Any]:
+    """Returns the states of the global random generators as JSON: python, numpy, torch, this process's CUDA devices."""
     kind, words, *rest = np.random.get_state()  # noqa: NPY002 - a user's reward may draw from the global generator
-    return {"cpu": torch.get_rng_state(), **cuda}, {"python": random.getstate(), "numpy": [kind, words.tolist(), *rest]}
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, words.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [torch.cuda.get_rng_state(device).tolist() for device in _cuda_devices()],
+    }
 
 
-def set_rng_state(tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restores the global random generators. Warns if the number of CUDA devices differs: their draws change."""
-    version, words, gauss = data["python"]
+    version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(data["numpy"]))  # noqa: NPY002
-    torch.set_rng_state(tensors["cpu"])
-    devices, saved = _cuda_devices(), len(tensors) - 1
-    if saved == len(devices):
-        for index, device in enumerate(devices):
-            torch.cuda.set_rng_state(tensors[f"cuda-{index}"], device)
+    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    devices = _cuda_devices()
+    if len(state["cuda"]) == len(devices):
+        for device, generator in zip(devices, state["cuda"], strict=True):
+            torch.cuda.set_rng_state(torch.tensor(generator, dtype=torch.uint8), device)
     else:
         warnings.warn(
-            f"the checkpoint has the random state of {saved} CUDA devices, here are {len(devices)}: "
+            f"the checkpoint has the random state of {len(state['cuda'])} CUDA devices, here are {len(devices)}: "
             "the run continues, but not with the same random numbers",
             TrimtabWarning,
             stacklevel=2,
