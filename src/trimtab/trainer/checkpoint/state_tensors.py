@@ -79,7 +79,8 @@ def load_optimizer_state(
 
 def rng_state() -> dict[str, Any]:
     """Returns the states of the global random generators as JSON: python, numpy, torch, this process's CUDA devices."""
-    kind, words, *rest = np.random.get_state()  # noqa: NPY002 - a user's reward may draw from the global generator
+    global_state: Any = np.random.get_state()  # noqa: NPY002 - a user's reward may draw from the global generator
+    kind, words, *rest = global_state
     return {
         "python": random.getstate(),
         "numpy": [kind, words.tolist(), *rest],

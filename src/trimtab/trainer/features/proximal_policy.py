@@ -78,8 +78,8 @@ class Snapshots(Feature):
         return {f"{SNAPSHOT}{version}": weights for version, weights in self._snapshots.items()}
 
     def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any], sections: Sections) -> None:
-        saved = [name for name in sections if name.startswith(SNAPSHOT)]
-        self._snapshots = {int(name.removeprefix(SNAPSHOT)): self._copy() for name in saved}
+        names = [name for name in sections if name.startswith(SNAPSHOT)]
+        self._snapshots = {int(name.removeprefix(SNAPSHOT)): self._copy() for name in names}
         for name, weights in self.tensors().items():
             copy_into(weights, sections[name])
 
