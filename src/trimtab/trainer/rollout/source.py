@@ -152,11 +152,7 @@ class SyncSource(BufferedSource):
 
 
 def publish(
-    engine: Engine,
-    weights: Weights,
-    version: int,
-    canary: Canary | None,
-    expected: CanaryPrediction | None,
+    engine: Engine, weights: Weights, version: int, canary: Canary | None, expected: CanaryPrediction | None
 ) -> RolloutStats:
     """Gives an engine new weights and checks them; if that fails, repeats it once and reports it in the statistics.
 
