@@ -138,7 +138,7 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     from trimtab.trainer import rewards
     from trimtab.trainer.build_model import build_model
     from trimtab.trainer.config import parse_config
-    from trimtab.trainer.held_out import eval_tasks
+    from trimtab.trainer.held_out import build_held_out
     from trimtab.trainer.observer import NullObserver
     from trimtab.trainer.run import RunParts, build_trainer
     from trimtab.trainer.tasks.task import BuiltTask, Chat
@@ -177,7 +177,7 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
         "benchmark",
     )
     scorer = rewards.build([spec], task)
-    parts = RunParts(objective("token-tis"), task, scorer, eval_tasks(config, task, scorer, []))
+    parts = RunParts(objective("token-tis"), task, scorer, build_held_out(config, task, scorer, []))
     loaded = build_model(config)
     with RunDirectory.create(Path(tempfile.mkdtemp()), config.dump()) as run:
         trainer = build_trainer(config, parts, loaded, run, Stepwise())

@@ -71,7 +71,7 @@ def test_a_stale_tied_head_is_caught(engine: Any, watch: Canary, monkeypatch: py
     with pytest.raises(TrimtabError, match=r"a part of the weights was not taken over .*tied head"):
         run_canary(watch, engine, model, 1)
     # As a run would meet it that is resumed, or started: at the first check.
-    fresh = Canary(watch._texts, watch._config, tied=True)
+    fresh = Canary(watch.texts, watch.config, tied=True)
     with pytest.raises(TrimtabError, match=r"bound 0\.5.*tied head"):
         run_canary(fresh, engine, policy(seed=3), 2)
     monkeypatch.undo()

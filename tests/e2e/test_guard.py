@@ -281,7 +281,7 @@ def test_killed_before_a_return_it_returns_when_resumed(
 
 def guarded_in_child(out: str, resume: bool, dies_in_return: bool) -> None:
     if dies_in_return:  # the weights are restored, and nothing is saved yet
-        SyncSource.rewind = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore[reportAttributeAccessIssue]
+        SyncSource.restore = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore[reportAttributeAccessIssue]
     train(recipe(*GUARD, *COLLAPSES, "guard.lr_factor=0.1", "trainer.minibatches=2"), out=out, resume=resume)
 
 

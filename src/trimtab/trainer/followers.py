@@ -23,7 +23,7 @@ from trimtab.runs.directory import RunDirectory
 from trimtab.trainer.ranks import RankGroup, current_ranks
 from trimtab.trainer.rollout.canary import CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.source import Result, RolloutSource, SourceState, Weights
 from trimtab.types import Engine
 
@@ -70,9 +70,7 @@ class SharedSource:
             deque(weights, maxlen=0)
         self.published = version
 
-    def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
-    ) -> Result:
+    def evaluate_with(self, weights: Weights, version: int, function: Callable[[Engine], Result]) -> Result:
         """The result of `function` must be JSON: it is sent to the other ranks."""
         if self._source is None:
             if self._ranks.broadcast_bool(False):
@@ -86,7 +84,7 @@ class SharedSource:
             self._ranks.broadcast_bool(True)
             yield from weights
 
-        result = self._source.evaluate_with(announced_weights(), version, function, weights_altered=weights_altered)
+        result = self._source.evaluate_with(announced_weights(), version, function)
         if not needed:
             self._ranks.broadcast_bool(False)
         self._ranks.broadcast(json.dumps(result).encode())
@@ -101,15 +99,8 @@ class SharedSource:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
         if self._source is not None:
             self._source.restore(tensors, meta, files)
-        self.published = meta["published"]
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        if self._source is not None:
-            self._source.rewind(meta, files, halvings)
-
-    def halve_lag(self, halvings: int) -> None:
-        if self._source is not None:
-            self._source.halve_lag(halvings)
+        if "engine" in tensors:
+            self.published = meta["published"]
 
     def close(self) -> None:
         if self._source is not None:
@@ -131,10 +122,4 @@ class FollowerRunDirectory(RunDirectory):
         return []
 
     def truncate_after(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _discard_if_unused(self) -> None:
         pass

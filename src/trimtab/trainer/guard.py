@@ -184,9 +184,9 @@ class Guard:
 
     def _publish_again(self, trainer: snapshot.TrainerState, sign: Sign) -> None:
         """Publishes the weights again, and drops the responses that were sampled without them."""
-        trainer.publish_now()
+        trainer.learner.publish_to(trainer.source)
         _, meta, files = trainer.source.state(trainer.learner.updates)
-        trainer.source.rewind(meta, files, self.state.returns)
+        trainer.source.restore({}, {**meta, "ready": []}, files)
         text = f"step {trainer.step}: {sign.name}: {sign.text}; published the weights again"
         self._mark(text)
         trainer.observer.message(text)
@@ -211,7 +211,6 @@ class Guard:
         if self.is_on:
             self.state = GuardState(**saved)
             self._lower_rate(trainer.learner)
-            trainer.source.halve_lag(self.state.returns)
         elif saved.get("returns"):
             raise TrimtabError(
                 f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "

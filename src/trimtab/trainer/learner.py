@@ -22,6 +22,7 @@ from trimtab.objectives import Objective, PolicyLogps
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score
+from trimtab.trainer.models.lora import named_weights
 from trimtab.trainer.models.matmul import reused_casts
 from trimtab.trainer.optim import (
     NonFiniteUpdateError,
@@ -33,6 +34,7 @@ from trimtab.trainer.optim import (
 )
 from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup, current_ranks
+from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.step_statistics import StepStatistics, add_metrics, all_gather_tensors, all_reduce_statistics
 
 
@@ -115,11 +117,11 @@ class Learner:
         # Only micro-batches that this rank scored have features' extras; it trains on the same ones.
         scored = [assigned.get(index, micro) for index, micro in enumerate(batch)]
         if self.ranks.size > 1:
-            own = {f"{index}|{name}": logp for index, named in logps.items() for name, logp in named.items()}
+            own = {
+                f"{index}|{name}": logp for index, named in logps.items() for name, logp in named.items() if len(logp)
+            }
             logps = {index: {} for index in range(len(batch))}
-            for key, logp in all_gather_tensors(
-                {key: logp for key, logp in own.items() if len(logp)}, self.ranks
-            ).items():
+            for key, logp in all_gather_tensors(own, self.ranks).items():
                 index, _, name = key.partition("|")
                 logps[int(index)][name] = logp.to(self.device)
         return [micro.with_scores(**logps[index]) for index, micro in enumerate(scored)]
@@ -138,6 +140,13 @@ class Learner:
                     values = torch.where(tokens.to(self.device), values, logps[name])  # noqa: PLW2901
                 logps[name] = values
         return micro
+
+    def publish_to(self, source: RolloutSource) -> None:
+        """Gives the engines of `source` the current weights."""
+        options: dict[str, Any] = {}
+        for feature in self.features:
+            options |= feature.publish_options(self.model, self.updates)
+        source.publish(named_weights(self.model), self.updates, **options)
 
     @torch.no_grad()
     def logp(self, micro: MicroBatch) -> torch.Tensor:
@@ -166,8 +175,7 @@ class Learner:
                 on_progress(epoch * len(batches) + index + 1, epochs * len(batches))
         stats.to_cpu()
         for feature in self.features:
-            feature.after_updates(self)
-        stats.counts = {name: count for feature in self.features for name, count in feature.counts().items()}
+            stats.counts |= feature.after_updates(self)
         if self.ranks.size > 1:
             all_reduce_statistics(stats, self.ranks)
         return stats
@@ -215,8 +223,6 @@ class Learner:
         gradients = [parameter.grad for group in others for parameter in group if parameter.grad is not None]
         for gradient in gradients:
             self.ranks.all_reduce_(gradient)  # these parameters are not under FSDP
-        for feature in self.features:
-            feature.end_backward()
         stats.lr = learning_rate(self.config.optim, self.updates, self.total_updates) * self.lr_factor
         if self.decay_from is not None:
             stats.lr *= linear_decay(self.updates, self.decay_from, self.total_updates)

@@ -29,43 +29,32 @@ import torch
 
 from trimtab.errors import DivergedError, Stopped
 from trimtab.runs import trajectories
-from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import step_statistics
 from trimtab.trainer.batch_preparation import Batch, prepare_batch
 from trimtab.trainer.checkpoint import snapshot
-from trimtab.trainer.config import Config
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
-from trimtab.trainer.learner import Learner
 from trimtab.trainer.models.lora import named_weights
-from trimtab.trainer.observer import Moment, Observer, Sink
+from trimtab.trainer.observer import Moment, Sink
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.responses import RolloutStats
-from trimtab.trainer.rollout.source import RolloutSource
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
-from trimtab.trainer.stop import IdleSteps, Stop
+from trimtab.trainer.stop import Stop
 from trimtab.types import Engine
 
 
-@dataclass
-class Trainer:
+@dataclass(kw_only=True)
+class Trainer(snapshot.TrainerState):
     """The state of one run and its training loop."""
 
-    config: Config
-    source: RolloutSource
-    learner: Learner
-    run: RunDirectory
-    observer: Observer
     guard: Guard
     held_out: Sequence[HeldOut] = ()  # the problems of the run's own task come first
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
-    idle: IdleSteps = field(default_factory=IdleSteps)
     initial_metrics: dict[str, float] = field(default_factory=dict)  # measured before the first step, logged with it
-    step: int = 0  # finished steps; `learner.updates` counts optimizer updates
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the current step
 
     @property
@@ -174,15 +163,8 @@ class Trainer:
         """Publishes the weights if `trainer.sync_every` updates have passed since the last publication."""
         start = time.perf_counter()
         if force or self.learner.updates - self.source.published >= self.guard.sync_every:
-            self.publish_now()
+            self.learner.publish_to(self.source)
         self.seconds["publish"] = time.perf_counter() - start
-
-    def publish_now(self) -> None:
-        """Gives the engines the current weights."""
-        model, version, options = self.learner.model, self.learner.updates, {}
-        for feature in self.learner.features:
-            options |= feature.publish_options(model, version)
-        self.source.publish(named_weights(model), version, **options)
 
     def _metrics(self, batch: Batch, rollout: RolloutStats, stats: StepStatistics, version: int) -> dict[str, Any]:
         """Returns the metrics of a step (see runs/metrics.toml). `version`: number of updates before the step."""
@@ -217,10 +199,9 @@ class Trainer:
             parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]
             return {key: value for part in parts for key, value in part.items()}
 
-        weights, altered = named_weights(self.learner.model), self.config.engine.changes_weights
-        measured = self.source.evaluate_with(weights, self.learner.updates, measure, weights_altered=altered)
+        measured = self.source.evaluate_with(named_weights(self.learner.model), self.learner.updates, measure)
         for held_out in self.held_out:
-            self.observer.evaluated(held_out.evaluated.task.name, moment, measured[held_out.evaluated.metrics[0]])
+            self.observer.evaluated(held_out.task.name, moment, measured[held_out.metrics[0]])
         return measured
 
     def _is_due(self, every: int) -> bool:

@@ -30,7 +30,7 @@ from trimtab.trainer.features.feature import Feature
 from trimtab.trainer.features.routing_replay import require_mixture
 from trimtab.trainer.followers import run_directory, shared_source
 from trimtab.trainer.guard import Guard
-from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
+from trimtab.trainer.held_out import HeldOut, build_held_out
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.loop import Trainer
 from trimtab.trainer.models.load import LoadedModel, check_same_ids
@@ -73,7 +73,7 @@ class RunParts:
     objective: Objective
     task: Task
     scorer: Scorer
-    eval_tasks: Sequence[EvalTask]
+    held_out: Sequence[HeldOut]
     environment: BuiltEnvironment | None = None
     close: Callable[[], None] = lambda: None  # ends the processes of rewards and tools
 
@@ -183,14 +183,14 @@ def build_parts(
         specs = [RewardSpec(r.name, r.weight, r.timeout, r.keywords) for r in config.reward]
         scorer = rewards.build(specs if reward is None else [RewardSpec(reward)], task)
         started.callback(scorer.close)
-        evaluated = eval_tasks(config, task, scorer, others)
-        for other in evaluated[1:]:
+        held_out = build_held_out(config, task, scorer, others)
+        for other in held_out[1:]:
             started.callback(other.scorer.close)
-        eval_keys = [key for one in evaluated for key in one.metrics]
+        eval_keys = [key for one in held_out for key in one.metrics]
         refuse(task_contradictions(config, task, [entry.name for entry in scorer.rewards], eval_keys))
         # Only the leader scores and runs episodes: on other ranks the processes end here.
         close = started.pop_all().close if current_ranks().is_leader else started.close
-        return RunParts(built, task, scorer, evaluated, multi_turn, close)
+        return RunParts(built, task, scorer, held_out, multi_turn, close)
 
 
 def build_trainer(
@@ -214,30 +214,11 @@ def build_trainer(
     engines = build(config, loaded, run.model_folder) if ranks.is_leader else []
     canary = Canary.build(config, loaded.tokenizer, loaded.model)
     model = prepare_model(loaded.model, config)
-    features = list(build_features(config, model, parts.objective, canary, current_ranks(), observer.message))
+    features = list(build_features(config, model, parts.objective, canary, ranks, observer.message))
     collector = _build_collector(config, parts, loaded, [getattr(engine, "context", None) for engine in engines])
-    own, *others = parts.eval_tasks
+    own, *others = parts.held_out
     if isinstance(collector.responses, EpisodeResponses):
         own = replace(own, episodes=collector.responses.runner)
-    return Trainer(
-        config=config,
-        source=_build_source(config, parts, collector, engines, observer, canary),
-        learner=_build_learner(config, parts.objective, model, loaded, features),
-        run=run,
-        observer=observer,
-        guard=Guard(config, own.task.name),
-        held_out=[HeldOut.build(evaluated, collector) for evaluated in (own, *others)],
-    )
-
-
-def _build_source(
-    config: Config,
-    parts: RunParts,
-    collector: Collector,
-    engines: Sequence[Engine],
-    observer: Observer,
-    canary: Canary | None,
-) -> RolloutSource:
     advantage = config.advantage.kind or parts.objective.advantage
     buffer = Buffer(
         config.trainer,
@@ -245,12 +226,20 @@ def _build_source(
         single_behavior=parts.objective.single_behavior,
     )
 
-    def build() -> RolloutSource:
+    def build_source() -> RolloutSource:
         if config.has_engine_threads:
             return AsyncSource(collector, buffer, engines, observer.message, canary)
         return SyncSource(collector, buffer, engines[0], canary)
 
-    return shared_source(collector, build)
+    return Trainer(
+        config=config,
+        source=shared_source(collector, build_source),
+        learner=_build_learner(config, parts.objective, model, loaded, features),
+        run=run,
+        observer=observer,
+        guard=Guard(config, own.task.name),
+        held_out=[one.without_long(collector) for one in (own, *others)],
+    )
 
 
 def _build_learner(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
@@ -25,7 +25,7 @@ from trimtab.objectives import mismatch
 from trimtab.objectives.state import Metrics
 from trimtab.trainer.packing import MicroBatch
 from trimtab.trainer.ranks import RankGroup
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.types import Trajectory
 
 
@@ -138,10 +138,9 @@ def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
     """Merges the statistics of all ranks, in place, on every rank."""
-    if stats.objective is not None:
-        stats.objective = all_reduce_metrics(stats.objective, ranks)
-    if stats.mismatch is not None:
-        stats.mismatch = all_reduce_metrics(stats.mismatch, ranks)
+    stats.objective, stats.mismatch = (
+        None if metrics is None else all_reduce_metrics(metrics, ranks) for metrics in (stats.objective, stats.mismatch)
+    )
     kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed, "drifts": stats.drifts}
     local = {f"{kind}|{row}": torch.from_numpy(of_row) for kind, rows in kinds.items() for row, of_row in rows.items()}
     for name, tensor in all_gather_tensors(local, ranks).items():
@@ -150,11 +149,11 @@ def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
     data = {"versions": stats.versions, "tokens": stats.tokens, "counts": stats.counts}
     parts = [json.loads(part) for part in ranks.gather(json.dumps(data).encode())]
     stats.tokens = sum(part["tokens"] for part in parts)
-    stats.counts = {}
+    counts: Counter[str] = Counter()
     for part in parts:
         stats.versions |= {int(row): version for row, version in part["versions"].items()}
-        for name, count in part["counts"].items():
-            stats.counts[name] = stats.counts.get(name, 0) + count
+        counts.update(part["counts"])
+    stats.counts = dict(counts)
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

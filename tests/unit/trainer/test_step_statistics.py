@@ -11,7 +11,7 @@ from tests.support.trajectories import multi_turn, trajectory
 
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.packing import to_tensors
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics, batch_metrics, rollout_metrics, update_metrics
 from trimtab.trainer.stop import IdleSteps
 from trimtab.types import FinishReason, Trajectory

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.files import parse_toml
@@ -25,7 +27,8 @@ KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "che
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
 
 
-class TrainerState(Protocol):
+@dataclass(kw_only=True)
+class TrainerState(ABC):
     """The state of a trainer that a checkpoint holds, and the methods that resuming and the guard call."""
 
     config: Config
@@ -33,17 +36,19 @@ class TrainerState(Protocol):
     learner: Learner
     run: RunDirectory
     observer: Observer
-    idle: IdleSteps
-    step: int
+    idle: IdleSteps = field(default_factory=IdleSteps)
+    step: int = 0  # finished steps; `learner.updates` counts optimizer updates
 
-    def publish_now(self) -> None: ...
-
+    @abstractmethod
     def guard_state(self) -> Mapping[str, Any]: ...
 
+    @abstractmethod
     def load_guard_state(self, saved: Mapping[str, Any]) -> None: ...
 
+    @abstractmethod
     def needed_checkpoints(self) -> set[int]: ...
 
+    @abstractmethod
     def log_restored(self, marks: Mapping[str, Any]) -> None: ...
 
 
@@ -92,12 +97,10 @@ def capture(
     """Returns the state of a run: tensors by section, JSON, and files. `evaluated`: this step's evaluation."""
     learner = trainer.learner
     optimizer, groups = state_tensors.optimizer_state(learner.optimizer, learner.trained)
-    generators, generator_data = state_tensors.flatten_state(state_tensors.rng_state())
     source_tensors, source_data, files = trainer.source.state(learner.updates)
     tensors = {
         **{name: state_tensors.model_state(module) for name, module in learner.modules.items()},
         "optimizer": optimizer,
-        "random": generators,
         **source_tensors,
         **{section: named for feature in learner.features for section, named in feature.tensors().items()},
     }
@@ -110,7 +113,7 @@ def capture(
         "idle": trainer.idle.steps,
         "source": source_data,
         "optimizer": groups,
-        "random": generator_data,
+        "random": state_tensors.rng_state(),
         "features": {type(feature).__name__: feature.state() for feature in learner.features},
         "guard": trainer.guard_state(),
     }
@@ -132,7 +135,7 @@ def resume(trainer: TrainerState) -> None:
         return
     _restore(trainer, checkpoint)
     if "engine" not in checkpoint.tensors:
-        trainer.publish_now()
+        trainer.learner.publish_to(trainer.source)
     trainer.source.restore(checkpoint.tensors, checkpoint.meta["source"], checkpoint.files)
     # In case the run was killed between saving and marking.
     store.mark_best(run.checkpoint_root, trainer.step, *_best(trainer, checkpoint.meta["measured"]))
@@ -150,8 +153,8 @@ def go_back(trainer: TrainerState, steps: Collection[int], halvings: int) -> sto
     assert checkpoint is not None, "the guard saves the policy before the first step"
     _restore(trainer, checkpoint)
     trainer.step, trainer.learner.bad_in_a_row = number, 0
-    trainer.publish_now()
-    trainer.source.rewind(checkpoint.meta["source"], checkpoint.files, halvings)
+    trainer.learner.publish_to(trainer.source)
+    trainer.source.restore({}, {**checkpoint.meta["source"], "ready": [], "halvings": halvings}, checkpoint.files)
     return checkpoint
 
 
@@ -163,15 +166,14 @@ def _restore(trainer: TrainerState, checkpoint: store.LoadedCheckpoint) -> None:
     state_tensors.load_optimizer_state(
         learner.optimizer, learner.trained, checkpoint.tensors["optimizer"], meta["optimizer"]
     )
-    state_tensors.set_rng_state(state_tensors.unflatten_state(checkpoint.tensors["random"], meta["random"]))
+    state_tensors.set_rng_state(meta["random"])
     trainer.step = meta["step"]
     learner.updates = meta["updates"]
     learner.bad_in_a_row = meta["bad_in_a_row"]
     learner.micro_batch_tokens = meta["micro_batch_tokens"]
     trainer.idle.steps = meta["idle"]
     for feature in learner.features:
-        feature.load_tensors(checkpoint.tensors)
-        feature.load_state(learner, meta["features"][type(feature).__name__])
+        feature.load_state(learner, meta["features"][type(feature).__name__], checkpoint.tensors)
 
 
 def _check_same_recipe(run: RunDirectory, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Modules, optimizers and random generators as named tensors plus JSON, restored bit for bit.
+"""Modules, optimizers and random generators as named tensors and JSON, restored bit for bit.
 
 Checkpoints contain no pickles, which could run code on loading, so all state is converted here.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -19,34 +20,6 @@ from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.checkpoint.sharded_sections import copy_into, shape_and_dtype
 from trimtab.trainer.models.sharding import is_sharded
 from trimtab.trainer.ranks import current_ranks
-
-_TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$dict"
-
-
-def flatten_state(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Splits nested dicts, lists, tuples, numbers, strings, tensors and numpy arrays into named tensors and JSON.
-
-    Keeps what JSON alone loses: tuples, integer keys, dtypes. Raises `TypeError` with the path of any other value.
-    """
-    tensors: dict[str, Tensor] = {}
-    return tensors, _flatten(tree, "", tensors)
-
-
-def unflatten_state(tensors: Mapping[str, Tensor], data: Any) -> Any:
-    """Returns what `flatten_state` split, without copying tensors."""
-    if isinstance(data, list):
-        return [unflatten_state(tensors, item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    if _TENSOR in data:
-        return tensors[data[_TENSOR]]
-    if _ARRAY in data:
-        return tensors[data[_ARRAY]].numpy()
-    if _TUPLE in data:
-        return tuple(unflatten_state(tensors, item) for item in data[_TUPLE])
-    if _DICT in data:
-        return {key: unflatten_state(tensors, value) for key, value in data[_DICT]}
-    return {key: unflatten_state(tensors, value) for key, value in data.items()}
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -76,7 +49,7 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """Returns `optimizer.state_dict()`, with parameters by their names in `model` instead of their positions.
+    """Returns an optimizer's tensors, named `<parameter>/<kind>`, and its groups, with parameters by name, as JSON.
 
     torch's `get_optimizer_state_dict` is not a substitute: it steps an optimizer that has no state yet, which changes
     all later updates.
@@ -84,40 +57,48 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
     grouped = _names_by_group(optimizer, model)
     names, plain = list(chain.from_iterable(grouped)), optimizer.state_dict()
     groups = [{**group, "params": params} for group, params in zip(plain["param_groups"], grouped, strict=True)]
-    return flatten_state({"state": {names[i]: value for i, value in plain["state"].items()}, "param_groups": groups})
+    return {f"{names[i]}/{kind}": value for i, of in plain["state"].items() for kind, value in of.items()}, groups
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], data: Any
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], groups: Any
 ) -> None:
     """Restores an `optimizer_state`. Raises `TrimtabError` unless groups hold the same parameters in the same order."""
-    current, stored = _names_by_group(optimizer, model), [group["params"] for group in data["param_groups"]]
+    current, stored = _names_by_group(optimizer, model), [group["params"] for group in groups]
     _check_names(set(chain.from_iterable(current)), set(chain.from_iterable(stored)), "optimizer state")
     if current != stored:
         raise TrimtabError("the checkpoint's optimizer groups its parameters differently: use the recipe of the run")
+    state: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in _sharded_like_parameters(tensors, model).items():
+        parameter, _, kind = name.rpartition("/")
+        state[parameter][kind] = tensor
+    groups = [{**group, "betas": tuple(group["betas"])} for group in groups]
     # The optimizer matches saved parameters to its own by their order in the groups, whether they are numbers or names.
-    optimizer.load_state_dict(unflatten_state(_sharded_like_parameters(tensors, model), data))
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the states of the global random generators: python, numpy, torch, all CUDA devices of this process."""
+    """Returns the states of the global random generators as JSON: python, numpy, torch, this process's CUDA devices."""
+    global_state: Any = np.random.get_state()  # noqa: NPY002 - a user's reward may draw from the global generator
+    kind, words, *rest = global_state
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - a user's reward may draw from the global generator
-        "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device) for device in _cuda_devices()],
+        "numpy": [kind, words.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [torch.cuda.get_rng_state(device).tolist() for device in _cuda_devices()],
     }
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restores the global random generators. Warns if the number of CUDA devices differs: their draws change."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     devices = _cuda_devices()
     if len(state["cuda"]) == len(devices):
         for device, generator in zip(devices, state["cuda"], strict=True):
-            torch.cuda.set_rng_state(generator, device)
+            torch.cuda.set_rng_state(torch.tensor(generator, dtype=torch.uint8), device)
     else:
         warnings.warn(
             f"the checkpoint has the random state of {len(state['cuda'])} CUDA devices, here are {len(devices)}: "
@@ -134,25 +115,6 @@ def _cuda_devices() -> list[int]:
     return [torch.cuda.current_device()] if current_ranks().size > 1 else list(range(torch.cuda.device_count()))
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor | np.ndarray):
-        while path in tensors:  # two values may have one path: {"a/b": x, "a": {"b": y}} or {1: x, "1": y}
-            path += "'"
-        tensors[path] = value.detach() if isinstance(value, Tensor) else torch.from_numpy(value.copy())
-        return {_TENSOR if isinstance(value, Tensor) else _ARRAY: path}
-    if isinstance(value, list | tuple):
-        items = [_flatten(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
-        return {_TUPLE: items} if isinstance(value, tuple) else items
-    if isinstance(value, Mapping):
-        items = {key: _flatten(item, f"{path}/{key}".lstrip("/"), tensors) for key, item in value.items()}
-        if all(isinstance(key, str) and not key.startswith("$") for key in items):
-            return items
-        return {_DICT: [[key, item] for key, item in items.items()]}
-    raise TypeError(f"cannot store {path or 'the value'}: {type(value).__name__} is neither data nor a tensor")
-
-
 def _sharded_like_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Returns copies of saved optimizer state, each sharded like the parameter it belongs to.
 
@@ -161,7 +123,7 @@ def _sharded_like_parameters(tensors: Mapping[str, Tensor], model: nn.Module) ->
     parameters, targets = dict(model.named_parameters()), dict[str, Tensor]()
     for name in tensors:
         shape, dtype = shape_and_dtype(tensors, name)
-        owner = parameters.get(name.removeprefix("state/").rpartition("/")[0])
+        owner = parameters.get(name.rpartition("/")[0])
         if owner is not None and is_sharded(owner) and owner.shape == shape:
             targets[name] = torch.empty_like(owner, dtype=dtype).detach()
         else:

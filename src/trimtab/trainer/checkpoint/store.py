@@ -33,7 +33,7 @@ from trimtab.trainer.checkpoint.sharded_sections import Shards, write
 from trimtab.trainer.models.sharding import is_sharded
 from trimtab.trainer.ranks import SINGLE_RANK, RankGroup, current_ranks
 
-FORMAT = 7
+FORMAT = 8
 MANIFEST, META = "manifest.json", "meta.json"
 _SECTION = ".safetensors"
 

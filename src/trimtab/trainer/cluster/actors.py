@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,12 +159,12 @@ def reserve_slots(config: Config) -> Iterator[ActorSlots]:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    actors = _actors(config)
     group = placement_group(bundles(config), strategy=config.ray.strategy)
     try:
         if not group.wait(config.ray.start_timeout):
             requested = [
-                f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU"
-                for kind, (count, cpus, gpus) in _requirements(config).items()
+                f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU" for (kind, cpus, gpus), count in Counter(actors).items()
             ]
             cpus, gpus = (ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU"))
             raise TrimtabError(
@@ -171,28 +172,22 @@ def reserve_slots(config: Config) -> Iterator[ActorSlots]:
                 f"({config.ray.strategy}); it has {cpus:g} CPU, {gpus:g} GPU in all: lower [ray], add nodes, or wait "
                 "for other jobs"
             )
-        slots, bundle = {}, 0
-        for kind, (count, cpus, gpus) in _requirements(config).items():
-            slots[kind] = tuple(ActorSlot(group, bundle + index, cpus, gpus) for index in range(count))
-            bundle += count
-        yield ActorSlots(**slots)
+        slots = tuple(ActorSlot(group, bundle, cpus, gpus) for bundle, (_, cpus, gpus) in enumerate(actors))
+        yield ActorSlots(slots[: config.ray.trainers], slots[config.ray.trainers :])
     finally:
         remove_placement_group(group)
 
 
 def bundles(config: Config) -> list[dict[str, float]]:
-    """Returns the resources to reserve: one bundle per actor, trainers, then engines."""
+    """Returns the resources to reserve: one bundle per actor."""
     return [
-        {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
-        for count, cpus, gpus in _requirements(config).values()
-        for _ in range(count)
+        {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount} for _, cpus, gpus in _actors(config)
     ]
 
 
-def _requirements(config: Config) -> dict[str, tuple[int, float, float]]:
-    """Returns (number of actors, CPUs of each, GPUs of each) by kind of actor; inference servers need no actor."""
+def _actors(config: Config) -> list[tuple[str, float, float]]:
+    """Returns kind, CPUs and GPUs of each actor: trainers, then engines; inference servers need no actor."""
     ray = config.ray
-    return {
-        "trainers": (ray.trainers, ray.trainer_cpus, ray.trainer_gpus),
-        "engines": (0 if config.engine.type == "server" else ray.engines, ray.engine_cpus, ray.engine_gpus),
-    }
+    engines = 0 if config.engine.type == "server" else ray.engines
+    trainers = [("trainers", ray.trainer_cpus, ray.trainer_gpus)] * ray.trainers
+    return trainers + [("engines", ray.engine_cpus, ray.engine_gpus)] * engines

@@ -4,12 +4,10 @@ rank is an actor with the environment variables that torchrun would set.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from trimtab.trainer.cluster.actors import (
     use_working_directory,
 )
 from trimtab.trainer.cluster.ray_transport import build_engines
-from trimtab.trainer.config import Config, parse_config
+from trimtab.trainer.config import Config
 from trimtab.trainer.models.load import LoadedModel
 from trimtab.trainer.observer import Moment, NullObserver, Observer
 from trimtab.trainer.ranks import launched_by_torchrun
@@ -40,6 +38,8 @@ from trimtab.types import Engine
 
 POLL_TIMEOUT = 1.0  # seconds that one poll for events waits at most
 FAILURE_WINDOW = 15.0  # seconds to wait for the other ranks after one has failed
+Event = tuple[Any, ...]
+"""The name of a method of `Observer`, and its arguments."""
 
 
 def train(
@@ -62,10 +62,10 @@ def train(
             rendezvous = get_result(ranks[0].address.remote(), config.ray.start_timeout)
         except ActorLost as lost:
             raise TrimtabError(f"the first trainer rank did not start ({lost}): see the cluster's logs") from None
-        arguments = (config.dump(), str(Path.cwd()), str(run), resume, rendezvous, slots, provenance.command())
+        arguments = (config, str(Path.cwd()), run, resume, rendezvous, slots, provenance.command())
         runs = [rank.train.remote(*arguments) for rank in ranks]
         with stop.finishing():
-            metrics = _wait_for_ranks(ranks, runs, observer, config, run, stop)
+            metrics = _wait_for_ranks(ranks, runs, observer, run, stop)
     return TrainResult(run, metrics)
 
 
@@ -81,9 +81,7 @@ def _start_ranks(slots: ActorSlots) -> Iterator[list[Any]]:
             kill_actor(rank)
 
 
-def _wait_for_ranks(
-    ranks: list[Any], runs: list[Any], observer: Observer, config: Config, run: Path, stop: Stop
-) -> dict[str, Any]:
+def _wait_for_ranks(ranks: list[Any], runs: list[Any], observer: Observer, run: Path, stop: Stop) -> dict[str, Any]:
     """Waits for all ranks while showing events of the first rank; returns the metrics of that rank's last step."""
     import ray
     from ray.exceptions import RayTaskError
@@ -98,7 +96,7 @@ def _wait_for_ranks(
                     rank.stop.remote(stop.signal_number)
             (ready, *_), _ = ray.wait([events, *running], num_returns=1)
             if ready == events:
-                _show_events(get_result(events), observer, config, run)
+                _show_events(get_result(events), observer, run)
                 events = first.poll_events.remote(POLL_TIMEOUT)
             else:
                 running.remove(ready)
@@ -106,20 +104,21 @@ def _wait_for_ranks(
                     _rank_result(ready)
                 except Stopped as error:
                     stopped = error  # the first rank may still be writing the checkpoint
-        _show_events(get_result(first.poll_events.remote(0.0)), observer, config, run)
+        _show_events(get_result(first.poll_events.remote(0.0)), observer, run)
         if stopped is not None:
             raise stopped
         return _rank_result(runs[0])
     except (TrimtabError, ActorLost, RayTaskError) as error:
         cause = _first_cause(runs, error)
         with suppress(ActorLost):
-            replay_events(get_result(first.poll_events.remote(0.0), FAILURE_WINDOW), observer, config)
+            replay_events(get_result(first.poll_events.remote(0.0), FAILURE_WINDOW), observer)
         raise cause from None
 
 
-def _show_events(events: str, observer: Observer, config: Config, run: Path) -> None:
+def _show_events(events: list[Event], observer: Observer, run: Path) -> None:
     """Replays events on `observer`. Raises `TrimtabError` if the run directory is not visible to this machine."""
-    if replay_events(events, observer, config) and not (run / CONFIG).is_file():
+    replay_events(events, observer)
+    if any(name == "started" for name, *_ in events) and not (run / CONFIG).is_file():
         raise TrimtabError(
             f"the first rank writes {run}, which this machine does not see: choose an --out on a file system that all "
             "nodes share"
@@ -128,10 +127,10 @@ def _show_events(events: str, observer: Observer, config: Config, run: Path) -> 
 
 def _rank_result(finished: Any) -> dict[str, Any]:
     """Returns the last metrics of a finished rank, or raises its error."""
-    result = json.loads(get_result(finished))
-    if "stopped" in result:
-        raise Stopped(result["stopped"])
-    return result["metrics"]
+    result = get_result(finished)
+    if isinstance(result, int):
+        raise Stopped(result)
+    return result
 
 
 def _first_cause(runs: list[Any], error: Exception) -> Exception:
@@ -158,21 +157,24 @@ def _first_cause(runs: list[Any], error: Exception) -> Exception:
     return min(errors, key=lambda entry: entry[0])[1] if errors else error
 
 
-class EventBuffer:
-    """An observer that stores events until the driver polls them. Of consecutive phases, it stores only the newest."""
+class EventBuffer(NullObserver):
+    """An observer that stores events until the driver polls them. Of consecutive phases, it stores only the newest.
+
+    It ignores `finished`, which the process that writes the report calls on its own observer.
+    """
 
     def __init__(self) -> None:
-        self._pending: list[list[Any]] = []
+        self._pending: list[Event] = []
         self._changed = threading.Condition()
 
-    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:  # noqa: ARG002
-        self._append("started", equation, total_steps, str(run))
+    def started(self, config: Config, equation: str, total_steps: int, run: Path) -> None:
+        self._append("started", config, equation, total_steps, run)
 
     def phase(self, name: str, done: int, total: int) -> None:
         self._append("phase", name, done, total)
 
     def step(self, metrics: Mapping[str, float | str]) -> None:
-        self._append("step", dict(metrics))
+        self._append("step", metrics)
 
     def evaluated(self, task: str, moment: Moment, value: float) -> None:
         self._append("evaluated", task, moment, value)
@@ -180,44 +182,33 @@ class EventBuffer:
     def message(self, text: str) -> None:
         self._append("message", text)
 
-    def finished(self, summary: Mapping[str, float | str], report: Path | None) -> None:
-        """Does nothing: the observer of the process that writes the report gets this event."""
-
-    def poll(self, timeout: float) -> str:
-        """Returns all events since the last call as JSON for `replay_events`; waits `timeout` seconds for the first."""
+    def poll(self, timeout: float) -> list[Event]:
+        """Returns all events since the last call; waits `timeout` seconds for the first."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._pending), timeout)
             events, self._pending = self._pending, []
-        return json.dumps(events, default=lambda number: number.item())  # numpy's scalars
+        return events
 
     def _append(self, *event: Any) -> None:
         with self._changed:
             if event[0] == "phase" and self._pending and self._pending[-1][0] == "phase":
                 self._pending.pop()
-            self._pending.append(list(event))
+            self._pending.append(event)
             self._changed.notify_all()
 
 
-def replay_events(events: str, observer: Observer, config: Config) -> bool:
-    """Calls `observer` with polled events, in order; returns whether the start of the run was among them."""
-    parsed = json.loads(events)
-    for name, *arguments in parsed:
-        if name == "started":
-            equation, total, run = arguments
-            observer.started(config, equation, total, Path(run))
-        else:
-            getattr(observer, name)(*arguments)
-    return any(name == "started" for name, *_ in parsed)
+def replay_events(events: Iterable[Event], observer: Observer) -> None:
+    """Calls `observer` with polled events, in order."""
+    for name, *arguments in events:
+        getattr(observer, name)(*arguments)
 
 
 class TrainerRank:
     """The actor of one trainer rank. Rank 0 also has the data side of the run: engines, rewards, the run directory."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
-        self._ranks = ranks
-        self._events = EventBuffer()
-        self._stop = Stop()
+        self._rank, self._ranks = rank, ranks
+        self._events, self._stop = EventBuffer(), Stop()
 
     def address(self) -> tuple[str, int]:
         """Returns a rendezvous address for the ranks: this node, and a port that was free just now."""
@@ -230,15 +221,15 @@ class TrainerRank:
 
     def train(
         self,
-        recipe: str,
+        config: Config,
         folder: str,
-        out: str,
+        out: Path,
         resume: bool,
         rendezvous: tuple[str, int],
         slots: ActorSlots,
         command: str,
-    ) -> str:
-        """Trains to the end and returns JSON: `metrics` of the last step, or the signal number `stopped`.
+    ) -> dict[str, Any] | int:
+        """Trains to the end; returns the metrics of the last step, or the number of the signal that stopped the run.
 
         `command` is the command line of the driver. Raises what `trimtab.trainer.run.train` raises, except `Stopped`.
         """
@@ -259,19 +250,19 @@ class TrainerRank:
                 return build_engines(config, files, slots.engines)
 
             result = train_rank(
-                parse_config(tomllib.loads(recipe), "recipe"),
-                out=Path(out),
+                config,
+                out=out,
                 resume=resume,
                 observer=self._events if self._rank == 0 else NullObserver(),
                 engines=engines if slots.engines else None,
                 stop=self._stop,
                 command=command,
             )
-        except Stopped as stop:
-            return json.dumps({"stopped": stop.signal})
-        return json.dumps({"metrics": result.metrics}, default=lambda number: number.item())
+        except Stopped as stop:  # Ray would replace the exception, a `KeyboardInterrupt`, by its own
+            return stop.signal
+        return result.metrics
 
-    def poll_events(self, timeout: float) -> str:
+    def poll_events(self, timeout: float) -> list[Event]:
         """Returns the events since the last call (see `EventBuffer.poll`)."""
         return self._events.poll(timeout)
 

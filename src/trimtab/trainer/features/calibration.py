@@ -14,7 +14,7 @@ from trimtab.objectives import Objective, correct
 from trimtab.objectives.calibrate import Observed, calibrated
 from trimtab.objectives.lookup import from_section
 from trimtab.trainer.config import Config
-from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
+from trimtab.trainer.features.feature import Feature, PolicyLearner, Sections, StepRecord
 from trimtab.trainer.packing import MicroBatch, MiniBatch
 
 
@@ -68,7 +68,7 @@ class Calibration(Feature):
     def state(self) -> Mapping[str, Any]:
         return {} if self.bounds is None else {"bounds": self.bounds}
 
-    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any], sections: Sections) -> None:
         if "bounds" in saved:
             self._set_bounds(learner, saved["bounds"])
 

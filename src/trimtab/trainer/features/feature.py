@@ -6,14 +6,12 @@ A method is a subclass of `Feature` in a separate file and a line in `build_feat
     proximal_passes       before the log-probs of the proximal policy are computed
     forward, after_score  around each forward of the policy or of the reference
     before_updates        before the first update, with the batch complete
-    end_backward          before each update, with its gradient complete
-    end_update            after each update
+    end_update            after each update, while its gradient is still there
     after_updates         after the last update
-    counts                after `after_updates`
     end_step              after the metrics that every step has are computed
 
 Besides, `modules` is called when the optimizer is built, `publish_options` when engines get new weights, and `state`,
-`tensors`, `load_state` and `load_tensors` for checkpoints. Every hook is called on every rank.
+`tensors` and `load_state` for checkpoints. Every hook is called on every rank.
 """
 
 from __future__ import annotations
@@ -29,10 +27,12 @@ from trimtab.objectives import Objective
 from trimtab.trainer.config import Config
 from trimtab.trainer.models.logprobs import TokenScores
 from trimtab.trainer.packing import MicroBatch, MiniBatch
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 
+Sections = Mapping[str, Mapping[str, Tensor]]
+"""Sections of a checkpoint: tensors by name."""
 Purpose = Literal["proximal", "reference", "prepare", "train", "probe"]
 
 
@@ -124,16 +124,10 @@ class Feature:
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         """Called before the first update of step `step` (from 1), with advantages and log-probs of fixed policies."""
 
-    def end_backward(self) -> None:
-        """Called before each update, with its gradient complete."""
-
     def end_update(self) -> None:
         """Called after each update. Raises `NonFiniteUpdateError` if it made this feature's parameters unusable."""
 
-    def after_updates(self, learner: PolicyLearner) -> None:
-        """Called after the last update of a step."""
-
-    def counts(self) -> Mapping[str, int]:
+    def after_updates(self, learner: PolicyLearner) -> Mapping[str, int]:
         """Returns this process's counts since `before_updates`; `StepStatistics.counts` are sums over processes."""
         return {}
 
@@ -149,12 +143,9 @@ class Feature:
         """Returns JSON values for a checkpoint, which stores them under the name of this class."""
         return {}
 
-    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def tensors(self) -> Sections:
         """Returns sections of a checkpoint: tensors by name, of the same sections and names on every rank."""
         return {}
 
-    def load_tensors(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restores `tensors()` from all sections of a checkpoint. Must copy: the sections are not valid later."""
-
-    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
-        """Restores `state()`."""
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any], sections: Sections) -> None:
+        """Restores `state()`, and `tensors()` from all sections of a checkpoint, which must be copied: they end."""

@@ -17,7 +17,7 @@ from trimtab.corrections import log_ratio
 from trimtab.corrections.divergences import k3
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
-from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
+from trimtab.trainer.features.feature import Feature, PolicyLearner, Sections, StepRecord
 from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup
 from trimtab.trainer.rollout.canary import Canary
@@ -108,7 +108,7 @@ class CanaryFeature(Feature):
     def state(self) -> Mapping[str, Any]:
         return {"canary": self._canary.state()}
 
-    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any]) -> None:
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any], sections: Sections) -> None:
         self._canary.load_state(saved["canary"])
 
 
@@ -134,9 +134,9 @@ class PolicyKL(Feature):
             before = micro.proximal if is_scored and micro.proximal is not None else learner.logp(micro)
             self._before.append((micro, before))
 
-    def after_updates(self, learner: PolicyLearner) -> None:
+    def after_updates(self, learner: PolicyLearner) -> Mapping[str, int]:
         if not self._before:
-            return
+            return {}
         total, tokens = 0.0, 0
         for micro, before in self._before:
             after = learner.logp(micro)
@@ -145,6 +145,7 @@ class PolicyKL(Feature):
         self._before = []
         total, count = self._ranks.all_reduce_sum(total), self._ranks.all_reduce_sum(tokens)
         self._kl = total / count if count else None
+        return {}
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         return {} if self._kl is None else {"update/policy_kl": self._kl}

@@ -58,13 +58,11 @@ class PerturbationFeature(Feature):
         self._coverage = PerturbationCoverage() if self.probes else None
         self._gradients = []
 
-    def end_backward(self) -> None:
-        """Records the norm of the gradient of log sigma."""
+    def end_update(self) -> None:
+        """Records the norm of the gradient of log sigma, and the new values."""
         gradients = [p.grad.detach().flatten() for p in self.perturbation.parameters() if p.grad is not None]
         if gradients:
             self._gradients.append(float(torch.cat(gradients).norm()))
-
-    def end_update(self) -> None:
         self._sigmas = self.perturbation.sigmas()
         if max(self._sigmas.values()) > MAX_STD:
             raise NonFiniteUpdateError(
@@ -73,7 +71,7 @@ class PerturbationFeature(Feature):
                 advice="lower perturbation.lr",
             )
 
-    def counts(self) -> Mapping[str, int]:
+    def after_updates(self, learner: PolicyLearner) -> Mapping[str, int]:
         layers = {} if self._coverage is None else self._coverage.counts()
         return {
             name + layer: count

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trimtab.errors import TrimtabError
 from trimtab.trainer.checkpoint.sharded_sections import copy_into
 from trimtab.trainer.config import Config
-from trimtab.trainer.features.feature import Feature, ProximalPass
+from trimtab.trainer.features.feature import Feature, PolicyLearner, ProximalPass, Sections
 from trimtab.trainer.models.sharding import local_shard
 from trimtab.trainer.packing import MicroBatch, MiniBatch, pad
 from trimtab.types import EXTERNAL_VERSION, Trajectory
@@ -74,12 +74,12 @@ class Snapshots(Feature):
     def _copy(self) -> Weights:
         return {name: weight.detach().to("cpu", copy=True) for name, weight in self._weights.items()}
 
-    def tensors(self) -> Mapping[str, Weights]:
+    def tensors(self) -> Sections:
         return {f"{SNAPSHOT}{version}": weights for version, weights in self._snapshots.items()}
 
-    def load_tensors(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        saved = [name for name in sections if name.startswith(SNAPSHOT)]
-        self._snapshots = {int(name.removeprefix(SNAPSHOT)): self._copy() for name in saved}
+    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any], sections: Sections) -> None:
+        names = [name for name in sections if name.startswith(SNAPSHOT)]
+        self._snapshots = {int(name.removeprefix(SNAPSHOT)): self._copy() for name in names}
         for name, weights in self.tensors().items():
             copy_into(weights, sections[name])
 

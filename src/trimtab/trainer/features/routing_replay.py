@@ -69,7 +69,7 @@ class RoutingReplay(Feature):
     def before_updates(self, learner: PolicyLearner, batches: Sequence[MiniBatch], step: int) -> None:
         self._counts = []
 
-    def counts(self) -> Mapping[str, int]:
+    def after_updates(self, learner: PolicyLearner) -> Mapping[str, int]:
         agreed, compared = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
         return {"routing/agreed": agreed, "routing/compared": compared}
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trimtab.runs import trajectories
 from trimtab.trainer.config.sections import TrainerConfig
 from trimtab.trainer.rollout.collector import Group, has_reward_variance, oldest
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.responses import GeneratedGroups
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange, Schedule
 
 PENDING = "pending.parquet"
@@ -33,10 +35,11 @@ class Buffer:
     ) -> None:
         self.changed = threading.Condition()
         self._trainer, self._single_behavior = trainer, single_behavior
+        self._halvings = 0
         self.schedule = Schedule(
             prompts=trainer.prompts,
             updates=trainer.updates_per_step,
-            max_lag=self._max_lag(0),
+            max_lag=self._max_lag(),
             ahead=bool(trainer.max_lag),
             max_no_signal=trainer.prompts * trainer.refill_rounds if trainer.dynamic_sampling else None,
         )
@@ -44,45 +47,38 @@ class Buffer:
         self._groups: dict[int, Group] = {}
         self._stats = RolloutStats()
 
-    def _max_lag(self, halvings: int) -> float:
-        """Returns the largest age of a consumed token, in updates, after `halvings` halvings (see `halve_lag`)."""
-        trainer, max_lag = self._trainer, math.inf
-        if trainer.max_lag is not None:
-            max_lag = max(min(trainer.max_lag, 1), trainer.max_lag >> halvings)
-        if self._single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
-            max_lag = min(max_lag, max(1, (trainer.sync_every or 1) >> halvings) - 1)
-        return max_lag
-
-    def halve_lag(self, halvings: int) -> None:
-        """Bounds the age of tokens by `max_lag` and `sync_every`, each halved `halvings` times."""
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Holds the lock inside, and then notifies the waiting threads."""
         with self.changed:
-            self.schedule.max_lag = self._max_lag(halvings)
-
-    def rewind(self, state: Mapping[str, Any], halvings: int) -> None:
-        """Goes back to an earlier `state()` without its ready groups, and halves the lag."""
-        with self.changed:
-            dropped = state["dropped"] + len(state["ready"])
-            self.restore({**state, "dropped": dropped, "ready": []}, {})
-            self.halve_lag(halvings)
+            yield
             self.changed.notify_all()
 
-    def deliver(self, request: GroupRange, groups: Sequence[Group], stats: RolloutStats) -> None:
-        """Adds scored groups, except those that the schedule has dropped in the meantime."""
-        with self.changed:
-            for number, group in zip(request.numbers, groups, strict=True):
+    def _max_lag(self) -> float:
+        """Returns the largest age of a consumed token, in updates."""
+        trainer, max_lag = self._trainer, math.inf
+        if trainer.max_lag is not None:
+            max_lag = max(min(trainer.max_lag, 1), trainer.max_lag >> self._halvings)
+        if self._single_behavior:  # weights are at least `sync_every` updates old when the next ones are published
+            max_lag = min(max_lag, max(1, (trainer.sync_every or 1) >> self._halvings) - 1)
+        return max_lag
+
+    def deliver(self, generated: GeneratedGroups, groups: Sequence[Group]) -> None:
+        """Adds the scored groups of a request, except those that the schedule has dropped in the meantime."""
+        stats = generated.stats
+        with self.changing():
+            for number, group in zip(generated.request.numbers, groups, strict=True):
                 signal = has_reward_variance(group) or not self._relative_to_group
                 stats.groups += 1
                 stats.no_signal += not signal
                 if self.schedule.deliver(number, oldest(group), signal=signal or not self._trainer.dynamic_sampling):
                     self._groups[number] = group
             self._stats.add(stats)
-            self.changed.notify_all()
 
     def repeat(self, request: GroupRange) -> None:
         """Schedules the groups to be generated again, because their engine was lost."""
-        with self.changed:
+        with self.changing():
             self.schedule.repeat(request)
-            self.changed.notify_all()
 
     def count(self, stats: RolloutStats) -> None:
         """Adds to the statistics of the next batch."""
@@ -96,12 +92,11 @@ class Buffer:
 
     def expire(self) -> None:
         """Drops groups that are too old for every later batch, and counts their responses as stale."""
-        with self.changed:
+        with self.changing():
             for number in self.schedule.expire():
                 group = self._groups.pop(number, None)
                 # A group that is still being generated counts with all its samples.
                 self._stats.stale += self._trainer.samples if group is None else len(group)
-            self.changed.notify_all()
 
     def take(
         self, version: int, *, partial: bool = False, on_wait: Callable[[], None] | None = None
@@ -113,7 +108,7 @@ class Buffer:
             partial: return the groups that are ready, without waiting for more.
             on_wait: called with the lock held before every wait; an exception from it ends the wait.
         """
-        with self.changed:
+        with self.changing():
             while (numbers := self.schedule.batch(partial=partial)) is None:
                 if on_wait is not None:
                     on_wait()
@@ -123,22 +118,23 @@ class Buffer:
             # The schedule has dropped all groups without signal.
             self._groups = {number: group for number, group in self._groups.items() if self.schedule.contains(number)}
             stats, self._stats = self._stats, RolloutStats()
-            self.changed.notify_all()
-            return groups, stats
+        return groups, stats
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Returns the state for a checkpoint, as JSON and files: ready groups whole, other groups as numbers."""
         with self.changed:
-            state: dict[str, Any] = {**self.schedule.state(), "stale": self._stats.stale}
+            state: dict[str, Any] = {**self.schedule.state(), "stale": self._stats.stale, "halvings": self._halvings}
             rows = [trajectory for number in state["ready"] for trajectory in self._groups[number]]
             return state, {PENDING: trajectories.to_bytes(rows)} if rows else {}
 
     def restore(self, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Restores `state()`."""
-        rows = trajectories.from_bytes(files[PENDING]) if PENDING in files else []
-        with self.changed:
+        """Restores `state()`. Groups that the caller removed from `state["ready"]` are dropped."""
+        rows = trajectories.from_bytes(files[PENDING]) if state["ready"] and PENDING in files else []
+        with self.changing():
             self._groups = {number: [] for number in state["ready"]}
             for row in rows:
                 self._groups[row.group].append(row)
             self.schedule.restore(state, {number: oldest(group) for number, group in self._groups.items()})
             self._stats = RolloutStats(stale=state["stale"])
+            self._halvings = state["halvings"]
+            self.schedule.max_lag = self._max_lag()

@@ -1,4 +1,4 @@
-"""Gives an engine new weights (`publish`), and checks that it samples from them (`Canary`).
+"""Checks that an engine samples from the weights that it was given last.
 
 An engine may report success and keep old weights: a tied head with a packed copy, keys and values that were cached
 under earlier weights, an update that was skipped. Training on such samples degrades slowly and without an error. So the
@@ -12,20 +12,18 @@ begin with the digits of the version, so that no cache contains them. The half t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trimtab.errors import RESUME, DivergedError, EngineDeadError, TrimtabError
+from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import Config
 from trimtab.trainer.config.sections import CanaryConfig
-from trimtab.trainer.engines.weight_transfer import checksum
-from trimtab.trainer.rollout.responses import RolloutStats
 from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, SamplingParams
 
 # Length of a context: one token more than the largest block of a prefix cache (16 to 128 tokens), so that at least one
@@ -70,6 +68,10 @@ class CanaryPrediction:
     fixed: BoolArray  # (contexts,): True for contexts that are the same at every check
     logp: FloatArray
 
+    def logp_of(self, ids: IntArray) -> FloatArray:
+        """Returns the log-prob of one token at each context."""
+        return self.logp[np.arange(len(ids)), ids]
+
 
 @dataclass(frozen=True, eq=False)
 class _EngineSamples:
@@ -78,10 +80,9 @@ class _EngineSamples:
     ids: IntArray
     logp: FloatArray
 
-    def difference(self, expected: CanaryPrediction, among: BoolArray | None = None) -> float:
+    def difference(self, expected: CanaryPrediction, among: BoolArray | slice = slice(None)) -> float:
         """Returns the mean |engine's log-prob - trainer's log-prob| over all contexts, or those with `among` True."""
-        distance = np.abs(self.logp - expected.logp[np.arange(len(self.ids)), self.ids])
-        return float(np.mean(distance if among is None else distance[among]))
+        return float(np.mean(np.abs(self.logp - expected.logp_of(self.ids))[among]))
 
 
 class _LastCheck(NamedTuple):
@@ -92,24 +93,22 @@ class _LastCheck(NamedTuple):
     first: CanaryPrediction  # at the engine's first check
 
 
+@dataclass(eq=False)
 class Canary:
-    """Compares the log-probs of engines with the trainer's at fixed contexts. Shared by all engines of a run.
+    """Compares the log-probs of engines with the trainer's at fixed contexts. Shared by all engines of a run."""
 
-    `noise` is the mean |difference| of the first engine at the first check; the default bound is derived from it.
-    """
-
-    def __init__(
-        self, texts: IntArray, config: CanaryConfig, *, temperature: float = 1.0, autocast: str = "none", tied: bool
-    ) -> None:
-        """`texts`: token ids (prompts, length); the last `config.tokens` positions of each row are checked."""
-        self.noise: float | None = None
-        self._difference: float | None = None
-        self._projection: float | None = None  # of the differences onto the policy's change, in noise units
-        self._texts, self._config, self._temperature = texts, config, temperature
-        self._autocast, self._tied = autocast, tied
-        self._published, self._version = 0, -1  # number of publications, and the version of the last one
-        self._last_checks: WeakKeyDictionary[Engine, _LastCheck] = WeakKeyDictionary()
-        self._lock = threading.Lock()
+    texts: IntArray  # token ids (prompts, length); the last `config.tokens` positions of each row are checked
+    config: CanaryConfig
+    tied: bool  # whether embedding and head share their weights
+    temperature: float = 1.0
+    autocast: str = "none"
+    noise: float | None = None  # mean |difference| of the first engine at the first check: gives the default bound
+    _difference: float | None = None
+    _projection: float | None = None  # of the differences onto the policy's change, in noise units
+    _published: int = 0  # number of publications
+    _version: int = -1  # of the last publication
+    _last_checks: WeakKeyDictionary[Engine, _LastCheck] = field(default_factory=WeakKeyDictionary)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, model: nn.Module) -> Canary | None:
@@ -142,13 +141,13 @@ class Canary:
         """
         if version != self._version:
             self._published, self._version = self._published + 1, version
-        if (self._published - 1) % (self._config.every or 1):
+        if (self._published - 1) % (self.config.every or 1):
             return None
-        texts, checked = self._texts_with_version(version), self._config.tokens
+        texts, checked = self._texts_with_version(version), self.config.tokens
         ids = torch.from_numpy(texts).to(next(model.parameters()).device)
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=self._autocast == "bfloat16"):
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=self.autocast == "bfloat16"):
             logits = model(input_ids=ids, use_cache=False, logits_to_keep=checked).logits
-        logp = (logits.float() / self._temperature).log_softmax(-1).flatten(0, 1)
+        logp = (logits.float() / self.temperature).log_softmax(-1).flatten(0, 1)
         if not bool(torch.isfinite(logp).all()):
             raise DivergedError(f"canary: the trained policy of version {version} is not finite; lower optim.lr")
         first = texts.shape[1] - checked + 1
@@ -166,7 +165,7 @@ class Canary:
         difference = samples.difference(expected)
         with self._lock:
             last = self._last_checks.get(engine)
-            self._difference, bound = difference, self._config.bound
+            self._difference, bound = difference, self.config.bound
             if bound is None:
                 bound = MAX_INITIAL_DIFFERENCE if self.noise is None else max(MARGIN * self.noise, MIN_BOUND)
             if difference > bound:
@@ -200,7 +199,7 @@ class Canary:
     def _sample(self, engine: Engine, expected: CanaryPrediction) -> _EngineSamples:
         """Samples one token at every context with `Engine.generate`."""
         prompts = [Prompt(Problem(f"canary {i}", "", ""), "", ids) for i, ids in enumerate(expected.contexts)]
-        sampling = SamplingParams(temperature=self._temperature, max_tokens=1, ignore_stop=True)
+        sampling = SamplingParams(temperature=self.temperature, max_tokens=1, ignore_stop=True)
         completions: list[Completion] = [
             group[0] for group in engine.generate(prompts, 1, sampling, seed=SEED, prefixes=None)
         ]
@@ -222,8 +221,8 @@ class Canary:
         """Raises `TrimtabError` if the engine's log-probs kept the same bits although the policy changed."""
         if last is None or self.noise is None or not _equal(last.samples, samples, expected.fixed):
             return
-        positions, ids = np.flatnonzero(expected.fixed), samples.ids[expected.fixed]
-        moved = float(np.mean(np.abs(expected.logp[positions, ids] - last.expected.logp[positions, ids])))
+        change = expected.logp_of(samples.ids) - last.expected.logp_of(samples.ids)
+        moved = float(np.mean(np.abs(change[expected.fixed])))
         if moved > max(UNCHANGED_SHARE * self.noise, 1e-6):
             raise TrimtabError(
                 f"canary: the engine's samples at version {expected.version} are those of version "
@@ -240,13 +239,12 @@ class Canary:
         """
         if noise < MIN_BOUND / MARGIN:
             return  # with exact numerics the bound detects this as well
-        positions, ids = np.flatnonzero(expected.fixed), samples.ids[expected.fixed]
-        current = expected.logp[positions, ids]
-        direction = first.logp[positions, ids] - current
+        current = expected.logp_of(samples.ids)[expected.fixed]
+        direction = first.logp_of(samples.ids)[expected.fixed] - current
         length = float(np.linalg.norm(direction))
         if length == 0:
             return
-        projection = float(np.clip(samples.logp[positions] - current, -CLIP * noise, CLIP * noise) @ direction)
+        projection = float(np.clip(samples.logp[expected.fixed] - current, -CLIP * noise, CLIP * noise) @ direction)
         self._projection = projection / (length * noise)
         if projection / length**2 > UNMOVED_SHARE and self._projection > UNMOVED_SIGMAS:
             raise TrimtabError(
@@ -264,14 +262,14 @@ class Canary:
         same = last is not None and _equal(last.samples, samples, expected.fixed)
         if last is not None and (same or samples.difference(last.expected, expected.fixed) < fixed / 2):
             return f"it still samples from the weights of version {last.expected.version}: the update was skipped"
-        head = "most often a tied head with a separate packed copy" if self._tied else "or they were garbled"
+        head = "most often a tied head with a separate packed copy" if self.tied else "or they were garbled"
         if last is None and self.noise is None:
             return f"it holds another model, or a part of the weights was not taken over ({head})"
         return f"a part of the weights was not taken over ({head})"
 
     def _texts_with_version(self, version: int) -> IntArray:
         """Returns the texts; every second one begins with `version`, written in tokens of the text."""
-        texts = self._texts.copy()
+        texts = self.texts.copy()
         alphabet = np.unique(texts)
         digits = [version // len(alphabet) ** index % len(alphabet) for index in range(VERSION_TOKENS)]
         texts[1::2, :VERSION_TOKENS] = alphabet[digits]
@@ -290,41 +288,3 @@ def _texts(tokenizer: Any, count: int, length: int) -> IntArray:
     ids = np.array(tokenizer.encode(CORPUS, add_special_tokens=False), dtype=np.int64)
     starts = np.arange(count) * len(ids) // count
     return ids[(starts[:, None] + np.arange(length)) % len(ids)]
-
-
-def publish(
-    engine: Engine,
-    weights: Iterable[tuple[str, Tensor]],
-    version: int,
-    canary: Canary | None,
-    expected: CanaryPrediction | None,
-) -> RolloutStats:
-    """Gives an engine new weights and checks them; if that fails, repeats it once and reports it in the statistics.
-
-    weights: must allow several iterations. expected: see `Canary.check`; None: the canary does not check this version.
-    Raises `TrimtabError` if the second attempt fails too.
-    """
-    stats = RolloutStats()
-    while True:
-        engine.update_weights(weights, version)
-        try:
-            _compare_checksums(engine, weights, version)
-            if canary is not None and expected is not None:
-                canary.check(engine, expected)
-            return stats
-        except TrimtabError as error:
-            if stats.republished or isinstance(error, DivergedError | EngineDeadError):
-                raise
-            stats.republished.append(f"{error}; published the weights again")
-
-
-def _compare_checksums(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-    """Raises `TrimtabError` if checksums of the engine's weights differ (`EmbeddedEngine.weight_checksums`)."""
-    read = getattr(engine, "weight_checksums", None)
-    used: dict[str, tuple[torch.dtype, int]] = read() if read else {}
-    for name, weight in weights if used else ():
-        if name in used and checksum(weight, used[name][0]) != used[name][1]:
-            raise TrimtabError(
-                f"the engine's weight {name!r} is not that of version {version}: the publication did not reach it; "
-                f"start the engine again, then {RESUME}"
-            )

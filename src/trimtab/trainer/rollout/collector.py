@@ -17,8 +17,8 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rewards import Score, Scorer
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Responses, RolloutStats
-from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.trainer.rollout.responses import GeneratedGroups, Responses
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.types import MIN_BEHAVIOR, Completion, Prompt, SamplingParams, Trajectory
 
 Group = list[Trajectory]
@@ -41,24 +41,15 @@ class Collector:
     def sampling(self) -> SamplingParams:
         return self.responses.sampling
 
-    def score_groups(
-        self,
-        request: GroupRange,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Sequence[Completion]],
-        stats: RolloutStats,
-    ) -> list[Group]:
-        """Scores the responses of a request; returns the usable trajectories, one group for each prompt."""
-        start = time.perf_counter()
-        pairs = [
-            (prompt.problem, completion)
-            for prompt, responses in zip(prompts, completions, strict=True)
-            for completion in responses
-        ]
+    def score_groups(self, generated: GeneratedGroups) -> list[Group]:
+        """Returns the usable trajectories of the responses to a request, scored, one group for each prompt."""
+        start, stats = time.perf_counter(), generated.stats
+        answered = list(zip(generated.prompts, generated.completions, strict=True))
+        pairs = [(prompt.problem, completion) for prompt, responses in answered for completion in responses]
         scores = iter(self.scorer.score(pairs))
         groups = [
             self._group(prompt, number, [(completion, next(scores)) for completion in responses], stats)
-            for number, prompt, responses in zip(request.numbers, prompts, completions, strict=True)
+            for number, (prompt, responses) in zip(generated.request.numbers, answered, strict=True)
         ]
         stats.response_tokens += sum(completion.sampled_tokens for _, completion in pairs if not completion.external)
         stats.seconds_scoring += time.perf_counter() - start

@@ -17,7 +17,8 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.trainer.config import GOLD, Config
 from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Generate, Responses, RolloutStats
+from trimtab.trainer.rollout.responses import Generate, GeneratedGroups, Responses
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.tasks.data_sets import read_rows
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams
@@ -63,28 +64,26 @@ class DemonstratedResponses(Responses):
             )
         return cls(config, stream, sampling, texts, context)
 
-    def respond(
-        self, request: GroupRange, generate: Generate, stats: RolloutStats
-    ) -> tuple[list[Prompt], list[list[Completion]]]:
+    def respond(self, request: GroupRange, generate: Generate) -> GeneratedGroups:
         """See `Responses`. Groups have `trainer.samples` members: prompts without demonstrations get more samples."""
         assert self.config.demonstrations is not None
         samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
         prompts, problems = self.prompts(request), len(self.stream.task.train)
-        found = RolloutStats()
+        stats = RolloutStats()
         traces = [
-            self.take(prompt, per_group, number // problems, found)
+            self.take(prompt, per_group, number // problems, stats)
             for number, prompt in zip(request.numbers, prompts, strict=True)
         ]
-        found.traces = sum(map(len, traces))
-        if not found.traces:
-            found.errors.append(
-                f"no external trace joined: {found.traces_dropped} were too long, "
-                f"{found.traces_missing} of {len(prompts)} prompts have none"
+        stats.traces = sum(map(len, traces))
+        if not stats.traces:
+            stats.errors.append(
+                f"no external trace joined: {stats.traces_dropped} were too long, "
+                f"{stats.traces_missing} of {len(prompts)} prompts have none"
             )
-        stats.add(found)
         max_sampled = samples - min(map(len, traces))
         sampled = generate(prompts, max_sampled, self.sampling, seed=self.seed(request))
-        return prompts, [one[: samples - len(joined)] + joined for one, joined in zip(sampled, traces, strict=True)]
+        completions = [one[: samples - len(joined)] + joined for one, joined in zip(sampled, traces, strict=True)]
+        return GeneratedGroups(request, prompts, completions, stats)
 
     def take(self, prompt: Prompt, count: int, epoch: int, stats: RolloutStats) -> list[Completion]:
         """Returns up to `count` demonstrations of a prompt that are short enough.

@@ -17,7 +17,8 @@ import numpy as np
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.trainer.config import PrefixConfig
-from trimtab.trainer.rollout.responses import Generate, Responses, RolloutStats
+from trimtab.trainer.rollout.responses import Generate, GeneratedGroups, Responses
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, FloatArray, Prompt, Trajectory
@@ -54,10 +55,8 @@ class PrefixedResponses(Responses):
         """Whether the next batch starts a cycle, so that it is sampled on-policy without prefixes."""
         return not self._waiting
 
-    def respond(
-        self, request: GroupRange, generate: Generate, stats: RolloutStats
-    ) -> tuple[list[Prompt], list[list[Completion]]]:
-        starts_cycle, prefixes = self.starts_cycle, None
+    def respond(self, request: GroupRange, generate: Generate) -> GeneratedGroups:
+        starts_cycle, prefixes, stats = self.starts_cycle, None, RolloutStats()
         if starts_cycle:
             prompts = self.prompts(request)
         else:
@@ -70,7 +69,7 @@ class PrefixedResponses(Responses):
         if starts_cycle and self.batches:
             later = self.stream.at(request.first + request.count, request.count * self.batches)
             stats.response_tokens += self.refill(later, generate)
-        return prompts, completions
+        return GeneratedGroups(request, prompts, completions, stats)
 
     def observe(self, lengths: Sequence[int]) -> None:
         """Records the lengths, in tokens, of whole responses; their mean sets the budget of the next refill."""

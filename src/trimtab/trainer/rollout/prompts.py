@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ class PromptStream:
     max_prompt: int | None = None  # tokens; a longer prompt is replaced by another
     replaced: set[int] = field(default_factory=set)  # positions of replaced prompts
     logged: int = 0  # number of replaced prompts that metrics have counted
-    _order: tuple[int, np.ndarray] | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # tokenizers are not thread-safe
 
     @property
@@ -40,11 +40,7 @@ class PromptStream:
 
     def _prompt(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self.task.train))
-        order = self._order
-        if order is None or order[0] != epoch:
-            rng = np.random.default_rng(derive(self.seed, "order", epoch))
-            self._order = order = (epoch, rng.permutation(len(self.task.train)))
-        prompt = self._encode(int(order[1][index]))
+        prompt = self._encode(int(_order(self.seed, epoch, len(self.task.train))[index]))
         if self.fits(prompt):
             return prompt
         self.replaced.add(position)
@@ -74,6 +70,12 @@ class PromptStream:
     def fits(self, prompt: Prompt) -> bool:
         """Returns whether a prompt is short enough."""
         return self.max_prompt is None or len(prompt.ids) <= self.max_prompt
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, problems: int) -> np.ndarray:
+    """Returns the indices of all problems in the order of an epoch."""
+    return np.random.default_rng(derive(seed, "order", epoch)).permutation(problems)
 
 
 def smallest_context(config: Config, sampling: SamplingParams, contexts: Iterable[int | None]) -> int | None:

@@ -26,7 +26,7 @@ turns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ class Schedule:
     batches_left: int | None = None
     consumed: int = 0
     dropped: int = 0
-    _live: dict[int, GroupEntry] = field(default_factory=dict)
+    _live: dict[int, GroupEntry] = field(default_factory=dict)  # in ascending order
 
     def reserve(self, count: int, version: int) -> GroupRange:
         """Assigns the next `count` numbers and marks them as running under `version`, without checking their age."""
@@ -82,7 +82,7 @@ class Schedule:
 
         Returns None if they could be too old for their batch, or if no batch of the run needs them.
         """
-        pending = next((number for number, entry in self._entries() if entry.state == "pending"), None)
+        pending = next(iter(self._numbers_in_state("pending")), None)
         first = self.drawn if pending is None else pending
         before = sum(number < first and entry.state != "no_signal" for number, entry in self._live.items())
         batches, offset = divmod(before, self.prompts)
@@ -115,7 +115,7 @@ class Schedule:
         """Returns the groups of the next batch, or None while it is incomplete; `partial`: the groups there are now."""
         ready: list[int] = []
         no_signal: list[int] = []
-        for number, entry in self._entries():
+        for number, entry in self._live.items():
             if entry.state == "ready":
                 ready.append(number)
             elif entry.state == "no_signal":
@@ -150,7 +150,7 @@ class Schedule:
         """Drops groups that are too old for every later batch; returns their numbers."""
         stale = [
             number
-            for number, entry in self._entries()
+            for number, entry in self._live.items()
             if self.latest - entry.oldest > self.max_lag and entry.state in ("running", "ready")
         ]
         self._drop(stale)
@@ -161,7 +161,7 @@ class Schedule:
 
     def unfinished(self) -> list[int]:
         """Returns the numbers of pending and running groups."""
-        return sorted(self._numbers_in_state("pending") + self._numbers_in_state("running"))
+        return self._numbers_in_state("pending", "running")
 
     def contains(self, number: int) -> bool:
         """Returns whether a group is live."""
@@ -172,16 +172,17 @@ class Schedule:
         return {
             "drawn": self.drawn,
             "consumed": self.consumed,
-            "dropped": self.dropped + len(self._numbers_in_state("no_signal")),
             "ready": self.ready(),
             "unfinished": self.unfinished(),
         }
 
     def restore(self, state: Mapping[str, Any], oldest: Mapping[int, float]) -> None:
-        """Restores `state()`; `oldest` is the oldest version of each ready group."""
-        self.drawn, self.consumed, self.dropped = state["drawn"], state["consumed"], state["dropped"]
-        self._live = {number: GroupEntry("pending") for number in state["unfinished"]}
-        self._live |= {number: GroupEntry("ready", oldest[number]) for number in state["ready"]}
+        """Restores `state()`; `oldest` is the oldest version of each ready group. Numbers in no state are dropped."""
+        self.drawn, self.consumed = state["drawn"], state["consumed"]
+        pending = {number: GroupEntry("pending") for number in state["unfinished"]}
+        ready = {number: GroupEntry("ready", oldest[number]) for number in state["ready"]}
+        self._live = dict(sorted({**pending, **ready}.items()))
+        self.dropped = self.drawn - self.consumed - len(self._live)
 
     def _begin(self, request: GroupRange, version: int) -> None:
         for number in request.numbers:
@@ -203,8 +204,5 @@ class Schedule:
     def _has_state(self, number: int, state: State) -> bool:
         return number in self._live and self._live[number].state == state
 
-    def _numbers_in_state(self, state: State) -> list[int]:
-        return [number for number, entry in self._entries() if entry.state == state]
-
-    def _entries(self) -> Iterator[tuple[int, GroupEntry]]:
-        return iter(sorted(self._live.items()))
+    def _numbers_in_state(self, *states: State) -> list[int]:
+        return [number for number, entry in self._live.items() if entry.state in states]

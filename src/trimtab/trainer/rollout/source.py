@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from trimtab.errors import RESUME, DivergedError, EngineDeadError, TrimtabError
+from trimtab.trainer.engines.weight_transfer import checksum
 from trimtab.trainer.rollout.buffer import Buffer
-from trimtab.trainer.rollout.canary import Canary, CanaryPrediction, publish
+from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.types import Engine
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -45,14 +48,8 @@ class RolloutSource(Protocol):
         """Gives the engines new weights. `expected`: log-probs that the canary will check."""
         ...
 
-    def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
-    ) -> Result:
-        """Returns the result of `function` with an engine that has exactly these weights.
-
-        `weights_altered`: whether engines quantize published weights or add noise to them, so that the weights in use
-        differ.
-        """
+    def evaluate_with(self, weights: Weights, version: int, function: Callable[[Engine], Result]) -> Result:
+        """Returns the result of `function` with an engine that has exactly these weights, not quantized."""
         ...
 
     def state(self, updates: int) -> SourceState:
@@ -60,21 +57,13 @@ class RolloutSource(Protocol):
         ...
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: Any, files: Mapping[str, bytes]) -> None:
-        """Restores `state()`.
+        """Restores `state()`, and drops what was sampled since.
+
+        The caller may remove groups from `meta["ready"]`, and set `meta["halvings"]`: how often the bounds on the age
+        of tokens, `max_lag` and `sync_every`, are halved.
 
         If the engines had the newest weights, the state has none: the caller must publish the weights first.
         """
-        ...
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        """Goes back to an earlier `state()`, drops all sampled responses, and halves the lag.
-
-        The caller must have published the weights of that state. halvings: see `halve_lag`.
-        """
-        ...
-
-    def halve_lag(self, halvings: int) -> None:
-        """Bounds the age of tokens by `max_lag` and `sync_every`, each halved `halvings` times."""
         ...
 
     def close(self) -> None:
@@ -83,15 +72,11 @@ class RolloutSource(Protocol):
 
 
 @dataclass
-class BufferedSource(ABC):
+class BufferedSource(RolloutSource, ABC):
     """What the synchronous and the asynchronous source have in common: their buffer and their part of a checkpoint."""
 
     collector: Collector
     buffer: Buffer
-
-    @property
-    @abstractmethod
-    def published(self) -> int: ...
 
     @abstractmethod
     def _weights(self) -> Weights:
@@ -112,13 +97,6 @@ class BufferedSource(ABC):
         self.collector.responses.restore(meta, files)
         if "engine" in tensors:
             self._restore_weights(tensors["engine"].items(), meta["published"])
-
-    def rewind(self, meta: Any, files: Mapping[str, bytes], halvings: int) -> None:
-        self.buffer.rewind(meta, halvings)
-        self.collector.responses.restore(meta, files)
-
-    def halve_lag(self, halvings: int) -> None:
-        self.buffer.halve_lag(halvings)
 
 
 @dataclass
@@ -141,22 +119,21 @@ class SyncSource(BufferedSource):
         return self.buffer.take(version, partial=True)
 
     def _sample(self, count: int, *, refill: bool = False) -> None:
-        start, stats = time.perf_counter(), RolloutStats(refilled=count if refill else 0)
-        decoded, prefilled = self.engine.decoded_tokens, self.engine.prefilled_tokens
+        start, decoded, prefilled = time.perf_counter(), self.engine.decoded_tokens, self.engine.prefilled_tokens
         request = self.buffer.schedule.reserve(count, self.engine.policy_version)
-        prompts, completions = self.collector.responses.respond(request, self.engine.generate, stats)
-        stats.decoded += self.engine.decoded_tokens - decoded
-        stats.prefilled += self.engine.prefilled_tokens - prefilled
-        stats.seconds_generating += time.perf_counter() - start
-        self.buffer.deliver(request, self.collector.score_groups(request, prompts, completions, stats), stats)
+        generated = self.collector.responses.respond(request, self.engine.generate)
+        stats = generated.stats
+        stats.refilled = count if refill else 0
+        stats.decoded = self.engine.decoded_tokens - decoded
+        stats.prefilled = self.engine.prefilled_tokens - prefilled
+        stats.seconds_generating = time.perf_counter() - start
+        self.buffer.deliver(generated, self.collector.score_groups(generated))
 
     def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:
         self.buffer.count(publish(self.engine, list(weights), version, self.canary, expected))
 
-    def evaluate_with(
-        self, weights: Weights, version: int, function: Callable[[Engine], Result], *, weights_altered: bool
-    ) -> Result:
-        if self.published == version and not weights_altered:
+    def evaluate_with(self, weights: Weights, version: int, function: Callable[[Engine], Result]) -> Result:
+        if self.published == version and not self.collector.config.engine.changes_weights:
             return function(self.engine)
         saved, saved_version = [(name, weight.clone()) for name, weight in self.engine.named_weights()], self.published
         self.engine.update_weights(weights, version, as_is=True)
@@ -172,3 +149,37 @@ class SyncSource(BufferedSource):
 
     def close(self) -> None:
         self.engine.close()
+
+
+def publish(
+    engine: Engine, weights: Weights, version: int, canary: Canary | None, expected: CanaryPrediction | None
+) -> RolloutStats:
+    """Gives an engine new weights and checks them; if that fails, repeats it once and reports it in the statistics.
+
+    weights: must allow several iterations. expected: see `Canary.check`; None: the canary does not check this version.
+    Raises `TrimtabError` if the second attempt fails too.
+    """
+    stats = RolloutStats()
+    while True:
+        engine.update_weights(weights, version)
+        try:
+            _compare_checksums(engine, weights, version)
+            if canary is not None and expected is not None:
+                canary.check(engine, expected)
+            return stats
+        except TrimtabError as error:
+            if stats.republished or isinstance(error, DivergedError | EngineDeadError):
+                raise
+            stats.republished.append(f"{error}; published the weights again")
+
+
+def _compare_checksums(engine: Engine, weights: Weights, version: int) -> None:
+    """Raises `TrimtabError` if checksums of the engine's weights differ (`EmbeddedEngine.weight_checksums`)."""
+    read = getattr(engine, "weight_checksums", None)
+    used: dict[str, tuple[torch.dtype, int]] = read() if read else {}
+    for name, weight in weights if used else ():
+        if name in used and checksum(weight, used[name][0]) != used[name][1]:
+            raise TrimtabError(
+                f"the engine's weight {name!r} is not that of version {version}: the publication did not reach it; "
+                f"start the engine again, then {RESUME}"
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.checkpoint import state_tensors, store
-
-numbers = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.text(max_size=5)
-arrays = hnp.arrays(st.sampled_from([np.float32, np.int64, np.uint32, np.bool_]), hnp.array_shapes(min_side=0))
-keys = st.text("ab$/1", max_size=4) | st.sampled_from(["$tensor", "$array", "$tuple", "$dict"]) | st.integers(0, 2)
-trees = st.recursive(
-    numbers | arrays | arrays.map(lambda array: torch.from_numpy(array.copy())),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3)
-    ),
-    max_leaves=8,
-)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -35,28 +20,13 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, Tensor):
         flat = [t.contiguous().view(-1).view(torch.uint8).tolist() if t.numel() else [] for t in (a, b)]
         return a.dtype == b.dtype and a.shape == b.shape and flat[0] == flat[1]
     return a == b
-
-
-@given(trees)
-@example({"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 1: np.array(3), "1": np.array(4)})  # names that collide
-@settings(max_examples=60, deadline=None)
-def test_any_tree_comes_back(tree: Any) -> None:
-    tensors, data = state_tensors.flatten_state(tree)
-    assert same(state_tensors.unflatten_state(tensors, json.loads(json.dumps(data))), tree)
-
-
-def test_what_is_not_data_is_refused_with_its_place() -> None:
-    with pytest.raises(TypeError, match="cannot store a/1/f: function is neither data nor a tensor"):
-        state_tensors.flatten_state({"a": [0, {"f": lambda: None}]})
 
 
 class Tied(nn.Module):
@@ -178,7 +148,7 @@ def test_loading_an_optimizer_is_strict() -> None:
         state_tensors.optimizer_state(optimizer, Tied())
 
 
-def draw(generator: np.random.Generator) -> list[Any]:
+def draw() -> list[Any]:
     return [
         random.random(),
         random.gauss(0, 1),
@@ -186,29 +156,19 @@ def draw(generator: np.random.Generator) -> list[Any]:
         float(np.random.standard_normal()),  # noqa: NPY002
         torch.rand(3).tolist(),
         torch.randn(3).tolist(),
-        generator.random(3).tolist(),
-        int(generator.integers(0, 2**31, dtype=np.uint32)),
     ]
 
 
-@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937, np.random.Philox])
-def test_random_generators_go_on_where_they_were(tmp_path: Path, kind: Any) -> None:
-    generator = np.random.Generator(kind(3))
-    draw(generator)  # leaves half-used state behind: a cached normal, a spare 32-bit word
-    tensors, data = state_tensors.flatten_state(
-        {"global": state_tensors.rng_state(), "own": generator.bit_generator.state}
-    )
-    expected = [draw(generator) for _ in range(2)]
-    loaded = store.load(store.save(tmp_path, 1, {"random": tensors}, data))
-    draw(generator)
-    state = state_tensors.unflatten_state(loaded.tensors["random"], loaded.meta)
-    state_tensors.set_rng_state(state["global"])
-    generator.bit_generator.state = state["own"]
-    assert [draw(generator) for _ in range(2)] == expected
+def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    draw()  # leaves half-used state behind: a cached normal
+    loaded = store.load(store.save(tmp_path, 1, {}, state_tensors.rng_state()))
+    expected = [draw() for _ in range(2)]
+    draw()
+    state_tensors.set_rng_state(loaded.meta)
+    assert [draw() for _ in range(2)] == expected
 
 
 def test_another_number_of_devices_is_reported() -> None:
     state = state_tensors.rng_state()
-    state["cuda"] = [*state["cuda"], torch.zeros(16, dtype=torch.uint8)]
     with pytest.warns(TrimtabWarning, match="CUDA devices"):
-        state_tensors.set_rng_state(state)
+        state_tensors.set_rng_state({**state, "cuda": [*state["cuda"], [0] * 16]})

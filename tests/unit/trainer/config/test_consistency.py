@@ -313,7 +313,7 @@ def test_an_error_ends_the_processes_that_were_started(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise TrimtabError("no process")
 
-    monkeypatch.setattr(run, "eval_tasks", fail)
+    monkeypatch.setattr(run, "build_held_out", fail)
     with pytest.raises(TrimtabError, match="no process"):
         build_parts(load_config("laboratory", TOOLS.split()))
     assert closed == ["scorer", "environment"] * 2

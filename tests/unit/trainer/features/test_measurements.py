@@ -24,7 +24,7 @@ from trimtab.trainer.features.sampler_data import TopLogprobs
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.packing import empty_micro_batch, to_tensors
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.run import TOP_LOGPROBS, sampling_params
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Problem, Prompt, SamplingParams, TopTokens, Trajectory
@@ -94,7 +94,7 @@ def test_the_drift_of_sigma_and_the_gradient_of_its_logarithm_are_reported(std: 
     assert "perturbation/grad_norm" not in before  # no update was made
     for gradient in ([3.0, 4.0], [0.0, 2.0]):
         log_sigma.grad = torch.tensor(gradient)
-        feature.end_backward()
+        feature.end_update()
     with torch.no_grad():
         log_sigma += torch.tensor([1.5, 0.7]).log()
     after = feature.end_step(one)

@@ -32,7 +32,7 @@ from trimtab.trainer.models.routing import RouterInfo
 from trimtab.trainer.optim import build_optimizer
 from trimtab.trainer.packing import MicroBatch, to_tensors
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.types import Trajectory
 

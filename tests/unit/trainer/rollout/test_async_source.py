@@ -20,12 +20,12 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.environments.episodes import EpisodeRunner
 from trimtab.trainer.environments.formats import Tag
 from trimtab.trainer.models.laboratory import build
-from trimtab.trainer.rollout import async_source, engine_thread
+from trimtab.trainer.rollout import async_source
 from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import EpisodeResponses, Responses, RolloutStats
+from trimtab.trainer.rollout.responses import EpisodeResponses, Responses
 from trimtab.trainer.rollout.schedule import GroupRange
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
@@ -106,7 +106,7 @@ def test_random_environments_do_not_depend_on_how_requests_are_cut(desk: Open) -
     for requests in ([GroupRange(0, 4)], [GroupRange(0, 1), GroupRange(1, 3)]):
         seen.append({})
         for request in requests:
-            responses.respond(request, Scripted().generate, RolloutStats())
+            responses.respond(request, Scripted().generate)
     assert len(set(seen[0].values())) == 4
     assert seen[0] == seen[1]
 
@@ -148,7 +148,7 @@ def test_a_lost_engine_comes_back_and_nothing_is_lost(desk: Open) -> None:
 
 
 def test_other_engines_do_the_work_of_one_that_does_not_restart(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "RESTART_BACKOFF", 0.0)
+    monkeypatch.setattr(async_source, "RESTART_BACKOFF", 0.0)
 
     one, now = desk(Scripted(dead), Scripted()), 0
     while not any("does not come back" in line for line in one.notes):
@@ -159,21 +159,21 @@ def test_other_engines_do_the_work_of_one_that_does_not_restart(desk: Open, monk
 
 def test_losing_the_last_engine_ends_the_run(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other thread sees that all engines are lost before it sees the error."""
-    monkeypatch.setattr(engine_thread, "RESTART_BACKOFF", 0.0)
-    fail, free = engine_thread.AsyncState.fail, []
+    monkeypatch.setattr(async_source, "RESTART_BACKOFF", 0.0)
+    fail, free = AsyncSource.fail, []
 
-    def look(state: engine_thread.AsyncState) -> None:
+    def look(state: AsyncSource) -> None:
         if state.buffer.changed.acquire(blocking=False):
             free.append(state)
             state.buffer.changed.release()
 
-    def fail_slowly(state: engine_thread.AsyncState, error: BaseException) -> None:
+    def fail_slowly(state: AsyncSource, error: BaseException) -> None:
         other = threading.Thread(target=look, args=(state,))
         other.start()
         other.join()
         fail(state, error)
 
-    monkeypatch.setattr(engine_thread.AsyncState, "fail", fail_slowly)
+    monkeypatch.setattr(AsyncSource, "fail", fail_slowly)
     with pytest.raises(TrimtabError, match="gone; no engine is left"):
         desk(Scripted(dead)).feed.take(0, 1)
     assert not free
@@ -334,7 +334,7 @@ def test_aborted_episodes_are_not_asked_for_rewards(desk: Open, length: int, ask
             return 0.0
 
     one = desk(Scripted(), environment=Asked)
-    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length).generate, RolloutStats())
+    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length).generate)
     assert len(calls) == asked
 
 
@@ -352,7 +352,7 @@ def test_closing_waits_until_environments_are_closed(desk: Open, monkeypatch: py
             closed.append(self)
 
     one = desk(Scripted(pausing(0, began, then=1)), environment=Slow)
-    threading.Thread(target=lambda: began.wait(30) and one.feed._state.fail(TrimtabError("later"))).start()
+    threading.Thread(target=lambda: began.wait(30) and one.feed.fail(TrimtabError("later"))).start()
     with pytest.raises(TrimtabError, match="later"):
         one.feed.take(0, 1)
     one.feed.close()
@@ -371,7 +371,7 @@ def test_generation_pauses_while_an_engine_is_used_for_something_else(desk: Open
         assert one.feed._is_paused()  # pyright: ignore[reportPrivateUsage]
         return engine.calls
 
-    rested = one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False)
+    rested = one.feed.evaluate_with([("w", torch.zeros(1))], 7, through)
     assert rested >= calls
     assert one.steps(1, now=2) == [[8, 9, 10, 11]]
     assert (2, False) in engine.published[engine.published.index((7, True)) :]
@@ -383,7 +383,7 @@ def test_an_engine_lost_while_it_is_used_for_something_else_is_restarted_and_the
     """The first engine never comes back, the second one at its third attempt."""
     first, second = Scripted(), Scripted()
     one, attempts = desk(first, second), list[int]()
-    monkeypatch.setattr(one.feed._state, "sleep", lambda _: None)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(one.feed, "sleep", lambda _: None)
 
     def through(result: Engine) -> int:
         attempts.append(result.policy_version)
@@ -391,9 +391,9 @@ def test_an_engine_lost_while_it_is_used_for_something_else_is_restarted_and_the
             raise EngineDeadError("fell over")
         return 5
 
-    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through, weights_altered=False) == 5
+    assert one.feed.evaluate_with([("w", torch.zeros(1))], 7, through) == 5
     assert set(attempts) == {7}
-    assert (first.recovered, second.recovered) == (engine_thread.MAX_RESTARTS, 2)
+    assert (first.recovered, second.recovered) == (async_source.MAX_RESTARTS, 2)
 
 
 def test_the_state_of_responses_is_saved_and_restored(desk: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Responses, RolloutStats
+from trimtab.trainer.rollout.responses import GeneratedGroups, Responses
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
 
@@ -109,13 +110,14 @@ def scored(
     scorer: rewards.Scorer, completions: list[list[Completion]], void: str | None = None, **trainer: object
 ) -> tuple[list[Group], RolloutStats]:
     """The groups of completions of the first prompts of the stream; with `void`, of episodes."""
-    source, stats = feed(scorer, {}, **trainer), RolloutStats()
+    source = feed(scorer, {}, **trainer)
     if void is not None:
         sections = {"sampling": {"max_tokens": 4}, "environment": {"name": "swap", "void": void}}
         source.collector.config = load_config({"trainer": trainer, **sections})
     request = source.buffer.schedule.reserve(len(completions), UPDATES)
     prompts = source.collector.stream.at(0, len(completions))
-    return source.collector.score_groups(request, prompts, completions, stats), stats
+    generated = GeneratedGroups(request, prompts, completions)
+    return source.collector.score_groups(generated), generated.stats
 
 
 def test_observations_are_neither_trained_nor_read(scorer: rewards.Scorer) -> None:

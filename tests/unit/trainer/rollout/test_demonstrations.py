@@ -23,7 +23,7 @@ from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.models.load import load
 from trimtab.trainer.rollout.demonstrations import DemonstratedResponses, encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import RolloutStats
+from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.tasks.task import BuiltTask, Plain
 from trimtab.types import Problem, Prompt, RewardSpec, SamplingParams
 

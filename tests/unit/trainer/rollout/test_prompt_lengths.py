@@ -12,7 +12,7 @@ from tests.support.fake_engine import FakeEngine
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards
 from trimtab.trainer.config import load_config
-from trimtab.trainer.held_out import EvalTask, HeldOut, eval_tasks
+from trimtab.trainer.held_out import HeldOut, build_held_out
 from trimtab.trainer.models.laboratory import build
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
 from trimtab.trainer.tasks.task import BuiltTask, Plain
@@ -96,7 +96,7 @@ def test_held_out_problems_that_do_not_fit_the_context_count_as_not_solved() -> 
     engine = FakeEngine({"p0": ["1."], "p2": ["2."], "p4": ["2."]}, tokenizer=TOKENIZER)
     with rewards.build([RewardSpec("exact")], source.task) as scorer:
         collector = collecting(4, 10, source=source, scorer=scorer, episodes=None)
-        held_out = HeldOut.build(EvalTask(source.task, scorer, problems=5, samples=0), collector)
+        held_out = HeldOut(source.task, scorer, source.task.test[:5], samples=0).without_long(collector)
         measured = held_out.measure(engine, collector)
         assert measured == {"eval/file/greedy": pytest.approx(1 / 5), "eval/file/problems": 5}
     assert [problem.id for problem in held_out.problems] == ["p0", "p2", "p4"]
@@ -110,14 +110,14 @@ def test_skipped_problems_are_not_evaluated_and_enough_must_be_left() -> None:
     test = task(3, 3, 3, 3, 3)
     for skip, problems, ids in ((0, 2, ["p0", "p1"]), (2, 2, ["p2", "p3"]), (4, 1, ["p4"])):
         config = load_config({"eval": {"skip": skip, "problems": problems}})
-        [evaluated] = eval_tasks(config, test, None, [])  # pyright: ignore[reportArgumentType]
-        held_out = HeldOut.build(evaluated, collector)  # pyright: ignore[reportArgumentType]
+        [evaluated] = build_held_out(config, test, None, [])  # pyright: ignore[reportArgumentType]
+        held_out = evaluated.without_long(collector)  # pyright: ignore[reportArgumentType]
         assert [problem.id for problem in held_out.problems] == ids
 
 
 def test_held_out_problems_that_are_all_too_long_are_not_solved() -> None:
     collector: Any = collecting(4, 10)
-    held_out = HeldOut.build(EvalTask(collector.stream.task, None, problems=5, samples=0), collector)
+    held_out = HeldOut(collector.stream.task, None, collector.stream.task.test[:5], samples=0).without_long(collector)
     assert held_out.measure(None, collector) == {"eval/file/greedy": 0.0, "eval/file/problems": 1}
 
 
@@ -127,5 +127,5 @@ def test_problems_of_another_task_have_the_length_of_its_responses(
 ) -> None:
     """In a context of 64, responses of 4 tokens leave 60 for a prompt and those of 59 leave 5."""
     other = replace(task(3, 61, 60, 62, 5), name="other", max_tokens=of_task)
-    held_out = HeldOut.build(EvalTask(other, None, problems=5, samples=0), collecting(of_run, 64))
+    held_out = HeldOut(other, None, other.test[:5], samples=0).without_long(collecting(of_run, 64))
     assert [problem.id for problem in held_out.problems] == fitting

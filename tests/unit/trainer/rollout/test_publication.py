@@ -16,7 +16,8 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import WeightQuantization
 from trimtab.trainer.engines.weight_transfer import SUMMED_VALUES, SUMMED_WEIGHTS, checksum
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.rollout.canary import Canary, publish
+from trimtab.trainer.rollout.canary import Canary
+from trimtab.trainer.rollout.source import publish
 
 MODEL, TOKENIZER = laboratory.build(seed=0)
 
