@@ -29,8 +29,7 @@ from trimtab.runs.atomic import write_output
 from trimtab.text import code_span, markdown_text
 
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
-ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
-MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
+MOST_OPAQUE = 50  # percent: the strongest shade at which text is readable in both themes
 # Text is drawn as outlines because a reader may lack the font; the salt makes equal figures byte-identical.
 _SETTINGS: dict[Any, Any] = {
     **RC,
@@ -58,18 +57,15 @@ class MethodScore:
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
 
     @property
-    def collapsed_mostly(self) -> bool:
-        return 2 * self.collapsed > len(self.values)
-
-    @property
     def interval_text(self) -> str:
         """The interval of the accuracy, such as `[0.836, 0.867]`; empty for a single seed."""
         return f"[{self.accuracy.low:.3f}, {self.accuracy.high:.3f}]" if len(self.values) > 1 else ""
 
     @property
     def rank_text(self) -> str:
-        """The rank, such as `#1`, or `#2=` for a method that may be the best although its rank is not 1."""
-        return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
+        """The rank, such as `#1`; with `=` for another method that may be the best, and `†` if most runs collapsed."""
+        tie = "=" if self.is_best and self.rank > 1 else ""
+        return f"#{self.rank}{tie}{' †' if 2 * self.collapsed > len(self.values) else ''}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +146,7 @@ def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
     score = table.scores.get((method, regime))
     if score is None:
         return "–"
-    mark = "†" if score.collapsed_mostly else ""
-    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text, mark]))
+    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text]))
 
 
 def legend(table: ComparisonTable) -> str:
@@ -262,7 +257,7 @@ def _cell(table: ComparisonTable, method: str, regime: str) -> Cell:
         return Cell("–", hint=table.refused.get((method, regime), ""))
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return Cell(
-        f"{score.accuracy.mean:.3f} {score.rank_text}{' †' if score.collapsed_mostly else ''}",
+        f"{score.accuracy.mean:.3f} {score.rank_text}",
         note=score.interval_text,
         shade=_shade(score.accuracy.mean, table.before),
         hint=f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
@@ -272,7 +267,7 @@ def _cell(table: ComparisonTable, method: str, regime: str) -> Cell:
 def _shade(value: float, before: float | None) -> str:
     """Returns a CSS color: blue above the initial accuracy, orange below it, more opaque with the difference."""
     start = before or 0.0
-    above = value >= start
-    largest = (1 - start) if above else start
-    red, green, blue = ABOVE if above else BELOW
-    return f"rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(largest, 1e-9):.2f})"
+    color, largest = ("blue", 1 - start) if value >= start else ("vermillion", start)
+    return (
+        f"color-mix(in srgb, var(--{color}) {MOST_OPAQUE * abs(value - start) / max(largest, 1e-9):.0f}%, transparent)"
+    )

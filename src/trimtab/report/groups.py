@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trimtab.report.health import learned
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.provenance import comparable_setting
 from trimtab.runs.reader import Run, read_run
+from trimtab.runs.summary import RunSummary, summarize
 from trimtab.text import flatten, format_value, join_names, one_line
 from trimtab.trainer.config import parse_config
 
@@ -41,6 +43,11 @@ class Group:
     @property
     def seeds(self) -> list[int | None]:
         return [run.config.get("seed") for run in self.runs]
+
+    @cached_property
+    def summaries(self) -> list[RunSummary]:
+        """The summary of each run; its seconds are the sum over the steps."""
+        return [summarize(run, "done", float(run.series("time/step")[1].sum())) for run in self.runs]
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -68,17 +75,15 @@ def group_runs(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     # If no run has a finished step, `read_run` raises an error that says what is missing.
     runs = [read_run(path) for path in started or unique]
     notes = [f"{path} has no finished step yet and is left out." for path in unique if path not in started]
-    recipes: list[Mapping[str, Any]] = []
-    members: list[list[Run]] = []
+    groups: list[tuple[Mapping[str, Any], list[Run]]] = []
     for run in runs:
         recipe = recipe_of(run, notes)
-        if recipe in recipes:
-            members[recipes.index(recipe)].append(run)
-        else:
-            recipes.append(recipe)
-            members.append([run])
-    names = _names(recipes, members)
-    return [Group(*parts) for parts in zip(names, members, recipes, strict=True)], notes
+        members = next((members for known, members in groups if known == recipe), None)
+        if members is None:
+            groups.append((recipe, members := []))
+        members.append(run)
+    names = _names(groups)
+    return [Group(name, runs, recipe) for name, (recipe, runs) in zip(names, groups, strict=True)], notes
 
 
 def recipe_of(run: Run, notes: list[str]) -> dict[str, Any]:
@@ -101,11 +106,11 @@ def _has_step(path: Path) -> bool:
     return file.is_file() and b"\n" in file.read_bytes()
 
 
-def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]]) -> list[str]:
+def _names(groups: Sequence[tuple[Mapping[str, Any], Sequence[Run]]]) -> list[str]:
     """Returns a name for each group: its objective, followed by the folder if several groups share the objective."""
-    objectives = [format_value(recipe.get("objective.name", "run")) for recipe in recipes]
+    objectives = [format_value(recipe.get("objective.name", "run")) for recipe, _ in groups]
     names: list[str] = []
-    for objective, runs in zip(objectives, members, strict=True):
+    for objective, (_, runs) in zip(objectives, groups, strict=True):
         path = runs[0].path.resolve()
         # The folder is `soup` for the runs soup/seed0 and soup-seed0.
         folder = path.parent.name if _SEED.fullmatch(path.name) else _SEED.sub("", path.name) or path.name

@@ -9,17 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from trimtab.pages.charts import Series, trailing
-from trimtab.report.comparison_figures import (
-    PANELS,
-    Spread,
-    _draw_group,
-    _draw_panel,
-    _line_style,
-    band,
-    swatch,
-    thinned,
-)
+from trimtab.report.comparison_figures import PANELS, _draw_panel, swatch
+from trimtab.report.curves import Curve, Series, Spread, draw_curves, line_style, spread_of, thinned, trailing
 from trimtab.runs.reader import Run
 
 
@@ -28,13 +19,13 @@ def series(steps: list[float], values: list[float]) -> Series:
 
 
 def test_a_band_covers_the_steps_all_seeds_have() -> None:
-    result = band([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
+    result = spread_of([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
     assert result.steps.tolist() == [2, 4]
     assert result.mean.tolist() == [3, 2]
     assert result.low.tolist() == [2, 0]
     assert result.high.tolist() == [4, 4]
-    assert band([series([1], [1]), series([2], [2])]) is None
-    assert band([]) is None
+    assert spread_of([series([1], [1]), series([2], [2])]) is None
+    assert spread_of([]) is None
 
 
 def test_a_thinned_band_contains_all_values() -> None:
@@ -69,7 +60,7 @@ def test_a_moving_average_uses_no_later_values() -> None:
 
 def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False, averaged: bool = False):
     axes = Figure().add_subplot()
-    _draw_group(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
+    draw_curves(axes, [Curve("_", series)], bands=not crowded, averaged=averaged)
     return axes
 
 
@@ -103,5 +94,5 @@ def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:
 
 
 def test_twenty_groups_have_different_styles_also_in_the_legend() -> None:
-    assert len({(color, str(style)) for color, style in map(_line_style, range(36))}) == 36
+    assert len({(color, str(style)) for color, style in map(line_style, range(36))}) == 36
     assert len({swatch(index) for index in range(36)}) == 36

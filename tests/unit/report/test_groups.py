@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.report.comparison import PROCESS_COLUMNS, RESULT_COLUMNS, differing_keys, outcome, summaries_of
+from trimtab.report.comparison import PROCESS_COLUMNS, RESULT_COLUMNS, compare_column, differing_keys
 from trimtab.report.groups import Group, cautions, find_runs, group_runs, same_measure
 from trimtab.runs.reader import Run
 
@@ -109,8 +109,7 @@ def group(name: str, *runs: Run, **config: Any) -> Group:
 
 
 def columns(groups: list[Group], *, judged: bool = True) -> dict[str, Any]:
-    summaries = [summaries_of(group) for group in groups]
-    result = [outcome(column, groups, summaries, judged=judged) for column in (*RESULT_COLUMNS, *PROCESS_COLUMNS)]
+    result = [compare_column(column, groups, judged=judged) for column in (*RESULT_COLUMNS, *PROCESS_COLUMNS)]
     return {item.column.key: item for item in result if item}
 
 
