@@ -20,7 +20,7 @@ from trimtab.intervals import PAIRED_FROM, UNBOUNDED, SeedMean, interval_method,
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.comparison_figures import BANDS_UP_TO, draw_panels, legend_of, swatch
 from trimtab.report.curves import AVERAGED_FROM
-from trimtab.report.groups import Group, cautions, group_runs, same_measure
+from trimtab.report.groups import Group, group_runs, list_cautions, same_measure
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import REPORT
@@ -108,7 +108,7 @@ def compare(runs: Sequence[Path]) -> RunComparison:
     results = [compare_column(column, groups, judged=comparable) for column in RESULT_COLUMNS]
     process_metrics = [compare_column(column, groups) for column in PROCESS_COLUMNS]
     equations = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
-    notes += cautions(groups) if len(groups) > 1 else []
+    notes += list_cautions(groups) if len(groups) > 1 else []
     notes += [
         f"{name}: every seed calibrated its own bounds; the equation is that of the first seed."
         for name, by_seed in equations.items()
@@ -158,7 +158,7 @@ def as_data(comparison: RunComparison) -> dict[str, Any]:
     }
 
 
-def held_out(groups: Sequence[Group]) -> dict[str, str]:
+def list_accuracies(groups: Sequence[Group]) -> dict[str, str]:
     """Returns the held-out greedy accuracy after training, by group: the value of each seed, and the mean."""
     summary = {}
     for group in groups:

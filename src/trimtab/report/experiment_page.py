@@ -80,7 +80,7 @@ class ComparisonTable:
     before: float | None  # mean accuracy before training
 
 
-def summarize(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
+def rank_methods(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
     """Returns the table of `rows`; methods and regimes are in the order in which they first appear."""
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     regimes = {row["regime"]: row.get("regime_description") or "" for row in rows}
@@ -131,17 +131,17 @@ def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) 
     return seed_interval(values, limits) or SeedMean(math.nan, -math.inf, math.inf, 0)
 
 
-def markdown(table: ComparisonTable) -> str:
+def format_markdown(table: ComparisonTable) -> str:
     """Returns a Markdown table, methods x regimes: mean [interval], rank, and `†` if most runs collapsed."""
     head = ["method", *map(markdown_text, table.regimes)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for method in table.methods:
-        cells = [cell_text(table, method, regime) for regime in table.regimes]
+        cells = [format_cell(table, method, regime) for regime in table.regimes]
         lines.append(f"| {' | '.join([code_span(method, in_table=True), *cells])} |")
     return "\n".join(lines)
 
 
-def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
+def format_cell(table: ComparisonTable, method: str, regime: str) -> str:
     """Returns one cell, such as `0.854 [0.836, 0.867] #1`, or a dash if the pair was not trained."""
     score = table.scores.get((method, regime))
     if score is None:
@@ -149,7 +149,7 @@ def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
     return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text]))
 
 
-def legend(table: ComparisonTable) -> str:
+def describe_marks(table: ComparisonTable) -> str:
     counts = sorted({len(score.values) for score in table.scores.values()} - {1})
     rules = " or ".join(f"[{interval_method(count)}]" for count in counts)
     return (
@@ -243,7 +243,7 @@ def _score_parts(table: ComparisonTable) -> list[Part]:
     refused = [f"{regime}, {method}: {why}" for (method, regime), why in table.refused.items()]
     return [
         Table(("method", *table.regimes), rows, mono=(0,)),
-        Note(f"{legend(table)} Blue is above the start, orange below it."),
+        Note(f"{describe_marks(table)} Blue is above the start, orange below it."),
         Note("Curves, mismatch and settings of one regime: trimtab report REGIME, in the folder of this page."),
         *(Note(text, name) for name, text in table.regimes.items() if text),
         *(Note(text, "not trained", "plain") for text in refused),

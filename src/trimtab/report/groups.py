@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import natural_key
-from trimtab.report.health import learned
+from trimtab.report.health import judge_learning
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.provenance import comparable_setting
 from trimtab.runs.reader import Run, read_run
@@ -125,7 +125,7 @@ def same_measure(groups: Sequence[Group]) -> bool:
     return not _differing(groups, _MEASURE)
 
 
-def cautions(groups: Sequence[Group]) -> list[str]:
+def list_cautions(groups: Sequence[Group]) -> list[str]:
     """Returns one sentence for each difference that limits the comparison, the most serious first."""
     sentences = []
     if measure := _differing(groups, _MEASURE):
@@ -146,7 +146,7 @@ def cautions(groups: Sequence[Group]) -> list[str]:
                 unfinished.append(f"{name} at step {run.steps} of {planned}")
             if run.held_out.after is None:
                 unmeasured.append(name)
-            worse += [f"{name}: {change.fault}" for change in learned(run.kept) if change.fault]
+            worse += [f"{name}: {change.fault}" for change in judge_learning(run.kept) if change.fault]
     if unfinished:
         sentences.append(
             f"Unfinished: {join_names(unfinished)}. Its numbers are those so far; means and bands end at its last step."

@@ -138,7 +138,7 @@ def health(run: Run) -> HealthVerdict:
     done, returns = run.steps, list(_returns(run))
     run = run.kept
     metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
-    changes, broken = learned(run), _steps_without_numbers(run)
+    changes, broken = judge_learning(run), _steps_without_numbers(run)
     worse = [Finding("fail", "learning", change.fault) for change in changes if change.fault]
     idle = list(_nothing_learned(run))
     trends = [] if worse or idle else list(_alarms(run))
@@ -170,7 +170,7 @@ def health(run: Run) -> HealthVerdict:
     return HealthVerdict("; ".join(change.text for change in changes), state, length + without, found, metrics)
 
 
-def learned(run: Run) -> list[Change]:
+def judge_learning(run: Run) -> list[Change]:
     """Returns what training changed: the held-out accuracy of each task (faults first), otherwise the reward.
 
     The reward is judged if no task was measured before and after training; the list is empty if the run is too short.

@@ -260,7 +260,7 @@ def results(candidates: tuning.Candidates, accuracies: dict[str, list[float]]) -
 def test_every_method_has_as_many_settings_as_any_other_and_the_published_one_is_first() -> None:
     assert set(tuning.OTHER_BOUND) <= set(objectives())
     for name in [*objectives(), "icepop:weight_max=3", "tests.unit.objectives.own_rule:dppo"]:
-        settings = tuning.candidates(parse_method(name), 1e-4)
+        settings = tuning.list_candidates(parse_method(name), 1e-4)
         assert len({*settings}) == len(settings) == tuning.BUDGET == 6
         assert settings[0] == name
 
