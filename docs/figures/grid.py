@@ -41,8 +41,7 @@ def distinct(rows: list[Row], key: str) -> list[str]:
 
 
 def dots(rows: list[Row], path: Path) -> None:
-    found = rank_methods(rows)
-    write_accuracy_figure(found, found.methods, path)
+    write_accuracy_figure(rank_methods(rows), path)
 
 
 def curves(grid: Path, rows: list[Row], metric: str, path: Path, log: bool) -> None:

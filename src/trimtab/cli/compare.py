@@ -97,7 +97,7 @@ def _show(plan: ExperimentPlan, as_json: bool, choices: list[Choice] | None, not
     out = plan.out
     grid = page.rank_methods(read_table(out))
     report = page.write_experiment_page(grid, out / REPORT, notes=notes)
-    figures = page.write_accuracy_figure(grid, grid.methods, out / "accuracy")
+    figures = page.write_accuracy_figure(grid, out / "accuracy")
     if as_json:
         data = _json(grid, out, report) | {"figures": figures}
         if choices is not None:

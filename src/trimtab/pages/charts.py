@@ -82,7 +82,8 @@ def draw(
         axes = figure.add_subplot()
         paint(axes)
         if steps:
-            step_axis(axes)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            axes.set_xlabel("step")
         handles, labels = axes.get_legend_handles_labels()
         if len(labels) > (0 if legend else 1):
             # Outside the axes, so that it covers no curve.
@@ -115,7 +116,7 @@ def scatter_svg(counts: np.ndarray) -> Markup:
             rows, columns = np.nonzero(level == shade)
             squares = (np.stack([columns, rows], axis=-1)[:, None, :] + _SQUARE) / bins
             axes.add_collection(PolyCollection(list(squares), facecolors=color, linewidths=0))
-            handles.append(Patch(facecolor=color, label=f"≤ {_count(math.expm1(shade / _SHADES * math.log1p(most)))}"))
+            handles.append(Patch(facecolor=color, label=f"≤ {math.expm1(shade / _SHADES * math.log1p(most)):,.0f}"))
         axes.plot([0, 1], [0, 1], color=INK, linewidth=0.6, linestyle=":")
         axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="sampler probability", ylabel="trainer probability")
         axes.legend(
@@ -123,13 +124,6 @@ def scatter_svg(counts: np.ndarray) -> Markup:
         )
 
     return draw("Trainer against sampler probability", paint, size=(WIDTH, 3.0))
-
-
-def _count(value: float) -> str:
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.2g}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
-    return f"{value:.0f}"
 
 
 def log_ticks(axis: Axis) -> None:
@@ -196,12 +190,6 @@ def short_power(value: float) -> str:
 def digits(axis: Axis, count: int) -> None:
     """Label an axis with numbers of at most `count` significant digits."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_exponent(f"{value:.{count}g}")))
-
-
-def step_axis(axes: Axes) -> None:
-    """Label the x-axis with whole steps."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.set_xlabel("step")
 
 
 def to_svg(figure: Figure, name: str) -> Markup:

@@ -16,7 +16,15 @@ from urllib.parse import quote
 import numpy as np
 from markupsafe import Markup
 
-from trimtab.intervals import PAIRED_FROM, UNBOUNDED, SeedMean, interval_method, may_be_best, seed_interval
+from trimtab.intervals import (
+    PAIRED_FROM,
+    STUDENT_FROM,
+    UNBOUNDED,
+    SeedMean,
+    interval_method,
+    may_be_best,
+    seed_interval,
+)
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
 from trimtab.report.comparison_figures import BANDS_UP_TO, draw_panels, legend_of, swatch
 from trimtab.report.curves import AVERAGED_FROM
@@ -75,6 +83,12 @@ DRAWING = (
     f"highest. From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, and what "
     "was logged lies thin beneath it; accuracies, rates and logarithmic axes are drawn as logged. Of more than "
     f"{BANDS_UP_TO} groups only the means are drawn."
+)
+INTERVALS = (
+    f"Mean over seeds and its interval: {interval_method(STUDENT_FROM)}, or the range of fewer than {STUDENT_FROM} "
+    f"seeds. Bold: with 95% the best, by t tests of differences paired by seed, of at least {PAIRED_FROM} seeds in "
+    "common; no bold means that these runs do not tell. Wall-clock seconds are never judged: runs that did not take "
+    "turns on an idle machine tell nothing about it."
 )
 
 
@@ -194,7 +208,7 @@ def _page(comparison: RunComparison, folder: Path) -> Page:
                 "", [Card("Before comparing", list(map(Note, comparison.cautions)))] if comparison.cautions else []
             ),
             Section("Curves", [legend_of(names), Charts(drawn), Note(" ".join(drawing))]),
-            Section("Results", [summary_table(results, names, marks), Note(_interval_text(groups))] if results else []),
+            Section("Results", [summary_table(results, names, marks), Note(INTERVALS)] if results else []),
             Section("On the way", [summary_table(process, names, marks)] if process else []),
             Section("What differs in the configuration", _differences(comparison)),
             Section("What each one minimizes", _equation_cards(comparison.equations)),
@@ -214,17 +228,6 @@ def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
 def _shared(groups: Sequence[Group], key: str) -> Any:
     values = [group.config.get(key) for group in groups]
     return values[0] if all(value == values[0] for value in values) else None
-
-
-def _interval_text(groups: Sequence[Group]) -> str:
-    counts = sorted({len(group.runs) for group in groups} - {1})
-    methods = "; ".join(f"with {count} seeds {interval_method(count)}" for count in counts)
-    return (
-        f"Mean over seeds and its interval: {methods or 'single seeds have none'}. Bold: with 95% the "
-        f"best, by t tests of differences paired by seed, of at least {PAIRED_FROM} seeds in common; no bold means "
-        "that these runs do not tell. Wall-clock seconds are never judged: runs that did not take turns on an idle "
-        "machine tell nothing about it."
-    )
 
 
 def _differences(comparison: RunComparison) -> list[Part]:

@@ -171,11 +171,12 @@ def _power_text(table: ComparisonTable) -> str:
     return f" A lead of the first that would have been seen with 80%: {', '.join(texts)}." if texts else ""
 
 
-def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
+def draw_accuracy(table: ComparisonTable) -> Figure:
     """Returns a figure of the accuracy of every method in every regime: a dot for each seed, a bar at the mean.
 
     The dotted line is the accuracy before training. A method that was not trained in a regime has no dots there.
     """
+    methods = table.methods
     size = (3.1 * len(table.regimes) + 2.0, 0.3 * len(methods) + 1.2)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, max(1, len(table.regimes)), sharey=True, squeeze=False)[0]
@@ -193,18 +194,18 @@ def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("held-out accuracy")
         axes.grid(visible=False, axis="x")
-    panels[0].set_yticks(range(len(methods)), list(methods))
+    panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
     return figure
 
 
-def write_accuracy_figure(table: ComparisonTable, methods: Sequence[str], path: Path) -> list[Path]:
-    """Writes `accuracy_figure` to `path` with the suffixes .png (160 dots per inch) and .svg; returns both paths."""
+def write_accuracy_figure(table: ComparisonTable, path: Path) -> list[Path]:
+    """Writes `draw_accuracy` to `path` with the suffixes .png (160 dots per inch) and .svg; returns both paths."""
     written = []
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         # Characters of a name that the font lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = accuracy_figure(table, methods)
+        figure = draw_accuracy(table)
         for kind, metadata in _METADATA.items():
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)

@@ -24,9 +24,7 @@ from trimtab.trainer.config import parse_config
 # Keys that may differ within a group.
 IGNORED_KEYS = ("seed", "out")
 _SEED = re.compile(r"[-_. ]?seed[-_]?\d+$")
-PROBLEMS = "eval.problems"
-_COUNT = re.compile(r"eval/[^/]+/problems")
-_MEASURE = ("task.", "model.path", PROBLEMS, "reward")
+_MEASURE = ("task.", "model.path", "eval.problems", "reward")
 """Prefixes of settings. If one of these settings differs, held-out accuracies are not comparable."""
 _SIZES = ("trainer.prompts", "trainer.samples", "trainer.steps")
 """Settings that determine how much data a step contains and how many steps there are."""
@@ -127,38 +125,42 @@ def same_measure(groups: Sequence[Group]) -> bool:
 
 def list_cautions(groups: Sequence[Group]) -> list[str]:
     """Returns one sentence for each difference that limits the comparison, the most serious first."""
-    sentences = []
+    return [*_setting_cautions(groups), *_run_cautions(groups), *_seed_cautions(groups)]
+
+
+def _setting_cautions(groups: Sequence[Group]) -> Iterator[str]:
     if measure := _differing(groups, _MEASURE):
-        sentences.append(f"{measure} differ: accuracies and rewards are of different things, and none is called best.")
+        yield f"{measure} differ: accuracies and rewards are of different things, and none is called best."
     if sizes := _differing(groups, _SIZES):
-        sentences.append(f"{sizes} differ: a step is not the same amount of data, or last values are of other steps.")
+        yield f"{sizes} differ: a step is not the same amount of data, or last values are of other steps."
     if len({comparable_setting(part) for group in groups for run in group.runs for part in run.starts}) > 1:
-        sentences.append(
+        yield (
             "The runs were made with different versions, commits or hardware (provenance.json): equal seeds need not "
             "give equal results."
         )
+
+
+def _run_cautions(groups: Sequence[Group]) -> Iterator[str]:
     unfinished, unmeasured, worse = [], [], []
     for group in groups:
+        planned = group.config.get("trainer.steps")
         for run in group.runs:
             name = group.name if len(group.runs) == 1 else f"{group.name} seed {run.config.get('seed', run.path.name)}"
-            planned = group.config.get("trainer.steps")
             if isinstance(planned, int) and run.steps < planned:
                 unfinished.append(f"{name} at step {run.steps} of {planned}")
             if run.held_out.after is None:
                 unmeasured.append(name)
             worse += [f"{name}: {change.fault}" for change in judge_learning(run.kept) if change.fault]
     if unfinished:
-        sentences.append(
-            f"Unfinished: {join_names(unfinished)}. Its numbers are those so far; means and bands end at its last step."
-        )
+        ends = "Its numbers are those so far; means and bands end at its last step."
+        yield f"Unfinished: {join_names(unfinished)}. {ends}"
     if unmeasured:
-        sentences.append(f"Held-out accuracy was not measured after training: {join_names(unmeasured)}.")
+        yield f"Held-out accuracy was not measured after training: {join_names(unmeasured)}."
     if worse:
-        sentences.append(f"Got worse: {'; '.join(worse)}.")
-    return [*sentences, *_seeds(groups)]
+        yield f"Got worse: {'; '.join(worse)}."
 
 
-def _seeds(groups: Sequence[Group]) -> Iterator[str]:
+def _seed_cautions(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         repeated = [str(seed) for seed, count in Counter(group.seeds).items() if count > 1]
         if repeated:
@@ -175,24 +177,13 @@ def _differing(groups: Sequence[Group], keys: Sequence[str]) -> str:
 
     `keys` are prefixes of the settings that are compared.
     """
-    names = sorted({name for group in groups for name in group.config} | {PROBLEMS})
+    names = sorted({name for group in groups for name in group.config})
     parts = []
     for name in (name for key in keys for name in names if name.startswith(key)):
-        if any(_value(group, name) != _value(groups[0], name) for group in groups):
-            parts.append(f"{name} ({_by_group(groups, [format_value(_value(group, name)) for group in groups])})")
+        values = [group.config.get(name) for group in groups]
+        if any(value != values[0] for value in values):
+            parts.append(f"{name} ({_by_group(groups, list(map(format_value, values)))})")
     return ", ".join(parts[:4])
-
-
-def _value(group: Group, key: str) -> Any:
-    """Returns a setting of the group.
-
-    The number of held-out problems is read from the log: a task may have fewer problems than the recipe requests.
-    """
-    if key == PROBLEMS:
-        counts = [run.series(name)[1] for run in group.runs for name in run.keys if _COUNT.fullmatch(name)]
-        if evaluated := sorted({int(count[-1]) for count in counts if len(count)}):
-            return evaluated[0] if len(evaluated) == 1 else evaluated
-    return group.config.get(key)
 
 
 def _by_group(groups: Sequence[Group], values: Sequence[str]) -> str:

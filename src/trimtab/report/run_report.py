@@ -60,12 +60,7 @@ def _page(run: Run) -> Page:
     no_file = Note(f"This run has no trajectory file (log.trajectories_every = {trajectories_every}).")
     checks = [findings_table(verdict.findings)] if verdict.findings else []
     events = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
-    files, samples, episodes = trajectory_files(run.path / TRAJECTORIES), [], []
-    for step in (shown := evenly_spaced(list(files), STEPS_SHOWN)):
-        responses = trajectories.read(files[step])
-        samples.append(_sample_step(step, files[step], responses, open=step == shown[-1]))
-        episodes = episode_section(run, step, responses)  # of the last step
-    last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
+    episodes, samples = _response_parts(run)
     starts = []
     for part in run.starts:  # as names and values; unknown values are left out
         rows = [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
@@ -93,7 +88,7 @@ def _page(run: Run) -> Page:
             *chart_sections(run),
             Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
             Section("Episodes", episodes),
-            Section("Sampled completions", [*last_turn, *samples] or [no_file]),
+            Section("Sampled completions", samples or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
             Section("Where it comes from", starts or [Note("This run has no provenance.json.")]),
             Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text(encoding="utf-8"))])]),
@@ -199,6 +194,19 @@ def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
         rows.append([key, number(first), last, *numbers, state, _catalog_texts(key)[0]])
     heads = ("key", "first", "last", "median", "min", "max", "over the run", "healthy")
     return Table(heads, rows, numeric=range(1, 6), mono=(0,))
+
+
+def _response_parts(run: Run) -> tuple[list[Part], list[Part]]:
+    """Returns the sections of episodes and of sampled completions, from evenly spaced trajectory files."""
+    files = trajectory_files(run.path / TRAJECTORIES)
+    shown = evenly_spaced(list(files), STEPS_SHOWN)
+    samples: list[Part] = []
+    responses: list[Row] = []
+    for step in shown:
+        responses = trajectories.read(files[step])
+        samples.append(_sample_step(step, files[step], responses, open=step == shown[-1]))
+    episodes = episode_section(run, shown[-1], responses) if shown else []
+    return episodes, [*([Note("Of multi-turn responses, the text of the last turn.")] if episodes else []), *samples]
 
 
 def _sample_step(step: int, file: Path, responses: Sequence[Row], *, open: bool) -> Fold:

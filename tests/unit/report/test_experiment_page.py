@@ -13,8 +13,8 @@ from markdown_it import MarkdownIt
 
 from trimtab.errors import TrimtabError
 from trimtab.report.experiment_page import (
-    accuracy_figure,
     describe_marks,
+    draw_accuracy,
     format_cell,
     format_markdown,
     rank_methods,
@@ -144,8 +144,9 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
 
 
 def test_the_figure_of_a_comparison_has_a_dot_for_each_seed_and_is_written_for_a_paper(tmp_path: Path) -> None:
-    grid = rank_methods(ROWS)
-    figure = accuracy_figure(grid, ["bad", "gone", "good"])
+    order = ("bad", "gone", "good")
+    grid = rank_methods(sorted((row for row in ROWS if row["method"] in order), key=lambda row: row["method"]))
+    figure = draw_accuracy(grid)
     hard, easy = figure.axes
     start, *pairs = hard.lines
     assert np.asarray(start.get_xdata()).tolist() == [0.5, 0.5]
@@ -159,9 +160,9 @@ def test_the_figure_of_a_comparison_has_a_dot_for_each_seed_and_is_written_for_a
         ([pytest.approx(0.85)], [2]),
     ]
     assert len(easy.lines) == 3, "a failed run has no dot"
-    written = write_accuracy_figure(grid, grid.methods, tmp_path / "a" / "accuracy")
+    written = write_accuracy_figure(grid, tmp_path / "a" / "accuracy")
     assert [path.name for path in written] == ["accuracy.png", "accuracy.svg"]
-    again = write_accuracy_figure(grid, grid.methods, tmp_path / "b" / "accuracy")
+    again = write_accuracy_figure(grid, tmp_path / "b" / "accuracy")
     assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
     text = written[1].read_text()
     assert "currentColor" not in text
