@@ -28,9 +28,9 @@ from trimtab.text import power, short_exponent
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-Dashes = tuple[int, tuple[float, ...]]
+Dashes = tuple[int, tuple[float, ...] | None]
 STYLES: tuple[Dashes, ...] = (
-    (0, ()),
+    (0, None),
     (0, (3.7, 1.6)),
     (0, (6.4, 1.6, 1, 1.6)),
     (0, (1, 1.65)),

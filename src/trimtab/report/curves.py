@@ -58,17 +58,19 @@ def draw_curves(
         spread = spread_of(curve.seeds)
         if spread is None:
             continue
-        color, style = line_style(index)
-        if averaged and not log and len(spread.steps) >= AVERAGED_FROM:
-            axes.plot(spread.steps, spread.mean, color=color, linewidth=0.7, alpha=0.55)
-            spread = spread_of([trailing(series) for series in curve.seeds]) or spread
+        (color, style), width = line_style(index), 1.5
+        if len(spread.steps) >= AVERAGED_FROM:
+            if averaged and not log:
+                axes.plot(spread.steps, spread.mean, color=color, linewidth=0.7, alpha=0.55)
+                spread = spread_of([trailing(series) for series in curve.seeds]) or spread
+            else:
+                width = 1.0
         if bands and len(curve.seeds) > 1:
             band = thinned(spread)
             axes.fill_between(band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0)
         marker = "o" if points or len(spread.steps) < 4 else None
-        axes.plot(
-            spread.steps, spread.mean, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label
-        )
+        form = {"color": color, "linestyle": style, "linewidth": width, "marker": marker, "markersize": 4}
+        axes.plot(spread.steps, spread.mean, label=curve.label, **form)
     # A logarithmic axis cannot show curves that are zero throughout.
     if log and any(np.any(line.get_ydata()) for line in axes.lines):
         log_scale_of_any_sign(axes)
