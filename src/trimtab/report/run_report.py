@@ -16,6 +16,7 @@ from trimtab.diagnosis.pipeline import examine
 from trimtab.pages.page import (
     Card,
     Cell,
+    Charts,
     Fold,
     Note,
     Page,
@@ -24,7 +25,6 @@ from trimtab.pages.page import (
     Table,
     Tiles,
     Verdict,
-    charts,
     findings_table,
 )
 from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, health
@@ -172,7 +172,7 @@ def _mismatch_views(run: Run) -> list[Part]:
     steps = ", ".join(map(str, chosen))
     return [
         Note(f"{read_text(measured.origin)}. trimtab diagnose names causes.", f"Steps {steps}"),
-        *charts(*view_panels(measured)),
+        Charts(*view_panels(measured)),
     ]
 
 
