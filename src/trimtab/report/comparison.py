@@ -26,8 +26,7 @@ from trimtab.intervals import (
     seed_interval,
 )
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
-from trimtab.report.comparison_figures import BANDS_UP_TO, draw_panels, legend_of, swatch
-from trimtab.report.curves import AVERAGED_FROM
+from trimtab.report.curves import AVERAGED_FROM, BANDS_UP_TO, draw_panels, legend_of, swatch
 from trimtab.report.groups import Group, group_runs, list_cautions, same_measure
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output

@@ -1,18 +1,26 @@
-"""Draws curves over steps: of one run, or of groups of runs as means with bands over their seeds."""
+"""Draws curves over steps: of one run, or of groups of runs as means with bands over their seeds.
+
+`draw_panels` draws the figures of a comparison, with one color for each group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from trimtab.pages.charts import CYCLE, STYLES, Dashes, log_scale_of_any_sign, start_at_zero
+from trimtab.pages.charts import CYCLE, STYLES, THEME, Dashes, digits, draw, log_scale_of_any_sign, start_at_zero
+from trimtab.pages.page import Chart, Note
+from trimtab.report.groups import Group
+from trimtab.runs.reader import Run
+from trimtab.text import join_names
 
+BAND_POINTS = 480
 AVERAGED_FROM = 400  # points from which a trailing mean is drawn; shorter curves are readable as logged
-_BAND_POINTS = 480
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values of a curve, (count,) each."""
 
@@ -96,11 +104,11 @@ def spread_of(seeds: Sequence[Series]) -> Spread | None:
 
 
 def thinned(band: Spread) -> Spread:
-    """Returns the band with at most 480 points, to bound the size of the SVG.
+    """Returns the band with at most `BAND_POINTS` points, to bound the size of the SVG.
 
     Each point has the mean, minimum and maximum of a group of neighboring steps.
     """
-    size = -(-len(band.steps) // _BAND_POINTS)
+    size = -(-len(band.steps) // BAND_POINTS)
     if size == 1:
         return band
     starts = np.arange(0, len(band.steps), size)
@@ -125,3 +133,82 @@ def trailing(series: Series) -> Series:
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - len(values) // 20, 0)
     return steps, (total[end] - total[start]) / (end - start)
+
+
+BANDS_UP_TO = 8  # groups; more would hide each other
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The specification of one figure."""
+
+    title: str
+    keys: tuple[str, ...] = ()  # the first logged key is drawn; held-out accuracy and clipped tokens have no key
+    log: bool = False  # logarithmic axis
+    averaged: bool = True  # long series get a trailing mean, except on a logarithmic axis
+
+    def read(self, run: Run) -> Series:
+        if self is ACCURACY:
+            return run.held_out.steps, run.held_out.values
+        logged = [run.series(key) for key in self.keys] or [run.clipped()]
+        return next((series for series in logged if len(series[0])), logged[0])
+
+
+ACCURACY = Panel("Held-out greedy accuracy", averaged=False)
+PANELS = (
+    ACCURACY,
+    Panel("Training reward", ("reward/mean",)),
+    Panel("Mismatch k3, nats per token", ("mismatch/k3",), log=True),
+    Panel("Effective sample size, token weights", ("mismatch/ess_token",)),
+    Panel("Ratio trainer / sampler, 99th percentile", ("mismatch/ratio_q99",)),
+    Panel("Ratio trainer / sampler, 1st percentile", ("mismatch/ratio_q01",)),
+    Panel("Gradient norm before clipping", ("optim/grad_norm",), log=True),
+    Panel("Entropy, nats per token", ("entropy/mean", "entropy/rollout")),
+    Panel("Response length, tokens", ("length/mean",)),
+    Panel("Clipped tokens, share"),
+    Panel("Rejected tokens, share", ("reject/tokens",)),
+    Panel("Learning rate", ("optim/lr",), averaged=False),
+)
+
+
+def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[str]]:
+    """Returns the figures, the titles of metrics that no run logged, and the titles of metrics that are always 0."""
+    drawn, absent, zero = [], [], []
+    for panel in PANELS:
+        series = [[panel.read(run) for run in group.runs] for group in groups]
+        pairs = zip(groups, series, strict=True)
+        missing = [group.name for group, seeds in pairs if not any(len(steps) for steps, _ in seeds)]
+        if len(missing) == len(groups):
+            absent.append(panel.title.lower())
+        elif panel is not ACCURACY and not any(values.any() for seeds in series for _, values in seeds):
+            zero.append(panel.title.lower())
+        else:
+            notes = [Note(f"Not logged by {join_names(missing)}.")] if missing else []
+            svg = draw(panel.title, partial(_draw_panel, panel=panel, series=series), steps=True)
+            drawn.append(Chart(panel.title, svg, notes))
+    return drawn, absent, zero
+
+
+def swatch(index: int) -> Markup:
+    """Returns the line of one group for the legend, as an SVG element."""
+    color, (_, dashes) = line_style(index)
+    line = f'<line x1="0" x2="34" y1="5" y2="5" stroke="{THEME[color]}" stroke-width="3"'
+    gaps = f' stroke-dasharray="{" ".join(f"{2 * part:g}" for part in dashes)}"' if dashes else ""
+    return Markup(f'<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true">{line}{gaps}/></svg>')
+
+
+def legend_of(names: Sequence[str]) -> Markup:
+    """Returns the legend of the figures: the line style and the name of each group."""
+    items = [Markup("<li>{}<bdi>{}</bdi></li>").format(swatch(index), name) for index, name in enumerate(names)]
+    return Markup('<ul class="legend small">{}</ul>').format(Markup("").join(items))
+
+
+def _draw_panel(axes: Axes, panel: Panel, series: Sequence[Sequence[Series]]) -> None:
+    crowded = len(series) > BANDS_UP_TO
+    curves = [Curve("_", [seed for seed in seeds if len(seed[0])]) for seeds in series]
+    averaged, points = panel.averaged and not crowded, panel is ACCURACY
+    draw_curves(axes, curves, log=panel.log, points=points, averaged=averaged, bands=not crowded)
+    if panel is ACCURACY:
+        axes.set_ylim(-0.02, 1.02)
+    elif not panel.log and 0 < axes.get_ylim()[1] < 0.01:
+        digits(axes.yaxis, 2)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.fake_run import relog
 
 from trimtab.report.comparison import as_data, compare, list_accuracies, write_page
-from trimtab.report.comparison_figures import draw_panels
+from trimtab.report.curves import draw_panels
 from trimtab.report.groups import find_runs
 
 pytestmark = pytest.mark.e2e

@@ -9,8 +9,19 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from trimtab.report.comparison_figures import PANELS, _draw_panel, swatch
-from trimtab.report.curves import Curve, Series, Spread, draw_curves, line_style, spread_of, thinned, trailing
+from trimtab.report.curves import (
+    PANELS,
+    Curve,
+    Series,
+    Spread,
+    _draw_panel,
+    draw_curves,
+    line_style,
+    spread_of,
+    swatch,
+    thinned,
+    trailing,
+)
 from trimtab.runs.reader import Run
 
 
