@@ -26,7 +26,7 @@ from trimtab.intervals import (
     seed_interval,
 )
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
-from trimtab.report.curves import AVERAGED_FROM, BANDS_UP_TO, draw_panels, legend_of, swatch
+from trimtab.report.curves import AVERAGED_FROM, BANDS_UP_TO, draw_legend, draw_panels, draw_swatch
 from trimtab.report.groups import Group, group_runs, list_cautions, same_measure
 from trimtab.report.run_objective import equation_of
 from trimtab.runs.atomic import write_output
@@ -192,7 +192,7 @@ def differing_keys(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _page(comparison: RunComparison, folder: Path) -> Page:
     groups, results, process = comparison.groups, comparison.results, comparison.process_metrics
-    names, marks = [group.name for group in groups], [swatch(index) for index in range(len(groups))]
+    names, marks = [group.name for group in groups], [draw_swatch(index) for index in range(len(groups))]
     drawn, absent, zero = draw_panels(groups)
     drawing = [DRAWING]
     drawing += [f"Logged by no run: {'; '.join(absent)}."] if absent else []
@@ -206,7 +206,7 @@ def _page(comparison: RunComparison, folder: Path) -> Page:
             Section(
                 "", [Card("Before comparing", list(map(Note, comparison.cautions)))] if comparison.cautions else []
             ),
-            Section("Curves", [legend_of(names), Charts(drawn), Note(" ".join(drawing))]),
+            Section("Curves", [draw_legend(names), Charts(drawn), Note(" ".join(drawing))]),
             Section("Results", [summary_table(results, names, marks), Note(INTERVALS)] if results else []),
             Section("On the way", [summary_table(process, names, marks)] if process else []),
             Section("What differs in the configuration", _differences(comparison)),

@@ -63,19 +63,18 @@ def draw_curves(
         top: the end of the y-axis if all curves are 0.
     """
     for index, curve in enumerate(curves):
-        spread = spread_of(curve.seeds)
+        spread = combine_seeds(curve.seeds)
         if spread is None:
             continue
         (color, style), width = line_style(index), 1.5
         if len(spread.steps) >= AVERAGED_FROM:
             if averaged and not log:
                 axes.plot(spread.steps, spread.mean, color=color, linewidth=0.7, alpha=0.55)
-                spread = spread_of([trailing(series) for series in curve.seeds]) or spread
+                spread = combine_seeds([smooth(series) for series in curve.seeds]) or spread
             else:
                 width = 1.0
         if bands and len(curve.seeds) > 1:
-            band = thinned(spread)
-            axes.fill_between(band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0)
+            axes.fill_between(*thin_band(spread), color=color, alpha=0.15, linewidth=0)
         marker = "o" if points or len(spread.steps) < 4 else None
         form = {"color": color, "linestyle": style, "linewidth": width, "marker": marker, "markersize": 4}
         axes.plot(spread.steps, spread.mean, label=curve.label, **form)
@@ -91,7 +90,7 @@ def line_style(index: int) -> tuple[str, Dashes]:
     return CYCLE[index % len(CYCLE)], STYLES[(index + index // len(CYCLE)) % len(STYLES)]
 
 
-def spread_of(seeds: Sequence[Series]) -> Spread | None:
+def combine_seeds(seeds: Sequence[Series]) -> Spread | None:
     """Returns the mean and range over seeds at the steps that all seeds have, or None if there are no such steps.
 
     Later steps are left out: a mean over the remaining seeds would be biased towards runs that did not stop early.
@@ -103,25 +102,18 @@ def spread_of(seeds: Sequence[Series]) -> Spread | None:
     return Spread(steps, table.mean(axis=0), table.min(axis=0), table.max(axis=0))
 
 
-def thinned(band: Spread) -> Spread:
-    """Returns the band with at most `BAND_POINTS` points, to bound the size of the SVG.
+def thin_band(spread: Spread) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns steps, lowest and highest values with at most `BAND_POINTS` points, to bound the size of the SVG.
 
-    Each point has the mean, minimum and maximum of a group of neighboring steps.
+    A point has the lowest and the highest value of a group of neighboring steps.
     """
-    size = -(-len(band.steps) // BAND_POINTS)
-    if size == 1:
-        return band
-    starts = np.arange(0, len(band.steps), size)
-    counts = np.diff(np.append(starts, len(band.steps)))
-    return Spread(
-        band.steps[starts],
-        np.add.reduceat(band.mean, starts) / counts,
-        np.minimum.reduceat(band.low, starts),
-        np.maximum.reduceat(band.high, starts),
-    )
+    size = -(-len(spread.steps) // BAND_POINTS)
+    starts = np.arange(0, len(spread.steps), size)
+    low, high = np.minimum.reduceat(spread.low, starts), np.maximum.reduceat(spread.high, starts)
+    return spread.steps[starts], low, high
 
 
-def trailing(series: Series) -> Series:
+def smooth(series: Series) -> Series:
     """Returns the trailing mean of a series of 400 points or more; returns a shorter series unchanged.
 
     The window of each point ends at the point and has a twentieth of all points (fewer at the start).
@@ -189,7 +181,7 @@ def draw_panels(groups: Sequence[Group]) -> tuple[list[Chart], list[str], list[s
     return drawn, absent, zero
 
 
-def swatch(index: int) -> Markup:
+def draw_swatch(index: int) -> Markup:
     """Returns the line of one group for the legend, as an SVG element."""
     color, (_, dashes) = line_style(index)
     line = f'<line x1="0" x2="34" y1="5" y2="5" stroke="{THEME[color]}" stroke-width="3"'
@@ -197,9 +189,9 @@ def swatch(index: int) -> Markup:
     return Markup(f'<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true">{line}{gaps}/></svg>')
 
 
-def legend_of(names: Sequence[str]) -> Markup:
+def draw_legend(names: Sequence[str]) -> Markup:
     """Returns the legend of the figures: the line style and the name of each group."""
-    items = [Markup("<li>{}<bdi>{}</bdi></li>").format(swatch(index), name) for index, name in enumerate(names)]
+    items = [Markup("<li>{}<bdi>{}</bdi></li>").format(draw_swatch(index), name) for index, name in enumerate(names)]
     return Markup('<ul class="legend small">{}</ul>').format(Markup("").join(items))
 
 

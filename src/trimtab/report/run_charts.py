@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from trimtab.files import natural_key
 from trimtab.pages.charts import CYCLE, GREEN, INK, SKY, WIDTH, digits, draw, quantile_bands
 from trimtab.pages.page import Chart, Charts, Note, Section
-from trimtab.report.curves import Curve, draw_curves, spread_of
+from trimtab.report.curves import Curve, combine_seeds, draw_curves
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced
 from trimtab.text import number
@@ -117,7 +117,7 @@ def _paint(axes: Axes, curves: Sequence[MetricCurve], run: Run) -> None:
 def _layers(axes: Axes, curves: Sequence[Curve]) -> list[Curve]:
     """Returns a curve for each layer; of more than six layers, five curves, and draws the range over all layers."""
     shown = list(curves)
-    if len(curves) > len(CYCLE) and (spread := spread_of([curve.seeds[0] for curve in curves])) is not None:
+    if len(curves) > len(CYCLE) and (spread := combine_seeds([curve.seeds[0] for curve in curves])) is not None:
         axes.fill_between(spread.steps, spread.low, spread.high, color=SKY, alpha=0.3, linewidth=0, label="all layers")
         shown = evenly_spaced(curves, 5)
     return [Curve(f"layer {one.label}" if one.label.isdecimal() else one.label, one.seeds) for one in shown]
