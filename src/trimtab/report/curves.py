@@ -95,7 +95,7 @@ def combine_seeds(seeds: Sequence[Series]) -> Spread | None:
 
     Later steps are left out: a mean over the remaining seeds would be biased towards runs that did not stop early.
     """
-    steps = reduce(np.intersect1d, [steps for steps, _ in seeds]) if seeds else ()
+    steps = reduce(np.intersect1d, [steps for steps, _ in seeds]) if seeds else np.empty(0)
     if not len(steps):
         return None
     table = np.stack([values[np.isin(seed_steps, steps)] for seed_steps, values in seeds])
