@@ -26,9 +26,9 @@ from trimtab.intervals import (
     seed_interval,
 )
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
-from trimtab.report.curves import AVERAGED_FROM, BANDS_UP_TO, draw_legend, draw_panels, draw_swatch
 from trimtab.report.groups import Group, group_runs, list_cautions, same_measure
 from trimtab.report.run_objective import equation_of
+from trimtab.report.step_curves import AVERAGED_FROM, BANDS_UP_TO, draw_legend, draw_panels, draw_swatch
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import REPORT
 from trimtab.text import format_value, join_names, number, one_line, short

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from trimtab.files import natural_key
 from trimtab.pages.charts import CYCLE, GREEN, INK, SKY, WIDTH, digits, draw, quantile_bands
 from trimtab.pages.page import Chart, Charts, Note, Section
-from trimtab.report.curves import Curve, combine_seeds, draw_curves
+from trimtab.report.step_curves import Curve, combine_seeds, draw_curves
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced
 from trimtab.text import number

@@ -11,8 +11,8 @@ import pytest
 from tests.support.fake_run import relog
 
 from trimtab.report.comparison import as_data, compare, list_accuracies, write_page
-from trimtab.report.curves import draw_panels
 from trimtab.report.groups import find_runs
+from trimtab.report.step_curves import draw_panels
 
 pytestmark = pytest.mark.e2e
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from trimtab.pages import charts
 from trimtab.report import run_charts
-from trimtab.report.curves import Curve, draw_curves
 from trimtab.report.run_charts import chart_sections
+from trimtab.report.step_curves import Curve, draw_curves
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
 from trimtab.text import number, short

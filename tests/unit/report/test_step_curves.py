@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from trimtab.report.curves import (
+from trimtab.report.step_curves import (
     PANELS,
     Curve,
     Series,
