@@ -102,7 +102,7 @@ def arm_settings() -> dict[str, tuple[str, ...]]:
         f"arms/{name}/{arm.replace(' ', '-')}": (
             "objective.name=grpo",
             "trainer.max_idle_steps=0",  # where an arm collapses, no reward is left
-            *regime(name).settings,
+            *regime(name).settings(),
             *filter(None, [masks.get(arm)]),
         )
         for name in REGIMES

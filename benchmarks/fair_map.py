@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
 from trimtab.intervals import seed_interval
-from trimtab.report.experiment_page import MethodScore, legend, markdown, summarize
+from trimtab.report.experiment_page import MethodScore, describe_marks, format_markdown, rank_methods
 from trimtab.runs import atomic
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.summary import SCHEMA, RunSummary
@@ -225,11 +225,11 @@ def page(
     if not rows:
         return cost
     tables = [
-        summarize([row for row in rows if row["method"].endswith(TUNED) == is_tuned])
+        rank_methods([row for row in rows if row["method"].endswith(TUNED) == is_tuned])
         for is_tuned in sorted({row["method"].endswith(TUNED) for row in rows}, reverse=True)
     ]
     lines = [
-        *(line for table in tables for line in (markdown(table), "", legend(table), "")),
+        *(line for table in tables for line in (format_markdown(table), "", describe_marks(table), "")),
         *(f"- {line}" for line in tuning.describe(chosen, tuned)),
         "",
         cost,
@@ -240,7 +240,7 @@ def page(
 def leads(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """Of each two names: mean difference of accuracy, paired by seed, with its 95 % interval, in each regime."""
     by_seed = {
-        name: dict(zip(score.seeds, score.values, strict=True)) for name, score in summarize(rows).scores.items()
+        name: dict(zip(score.seeds, score.values, strict=True)) for name, score in rank_methods(rows).scores.items()
     }
     found = []
     for first, other in zip(names[::2], names[1::2], strict=True):
@@ -259,7 +259,7 @@ def tried(store: Store, method: str) -> list[str]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy with intervals: a panel for each regime, published settings hollow and tuned ones filled."""
-    table = summarize(rows)
+    table = rank_methods(rows)
     methods = [name for name in METHODS if {name, tuning.tuned_name(name)} & set(table.methods)]
     size = (3.2 * len(table.regimes) + 1.8, 0.36 * len(methods) + 1.5)
     figure, panels = plt.subplots(1, len(table.regimes), figsize=size, sharey=True, layout="constrained", squeeze=False)
@@ -295,7 +295,7 @@ def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[d
         most = max((count for (_, regime), count in seeds.items() if regime == name), default=0)
         complete = [row for row in rows if row["regime"] == name and seeds[row["method"], name] == most]
         scores = better_settings(complete, name)
-        published = {method: score for (method, _), score in summarize(complete).scores.items()}
+        published = {method: score for (method, _), score in rank_methods(complete).scores.items()}
         results = {m: result_of(score, rates[name], published.get(m)) for m, score in scores.items()}
         runs = [row for score in scores.values() for row in score.rows]
         wanted = {method for method in METHODS if (method, name) not in LEFT_OUT}
@@ -321,10 +321,10 @@ def advice(rows: Sequence[dict[str, Any]], rates: Mapping[str, float]) -> list[d
 
 def better_settings(rows: Sequence[dict[str, Any]], regime: str) -> dict[str, MethodScore]:
     """The results of each method at the settings of the higher mean, compared with those of the others."""
-    means = {spec: score.accuracy.mean for (spec, _), score in summarize(rows).scores.items()}
+    means = {spec: score.accuracy.mean for (spec, _), score in rank_methods(rows).scores.items()}
     tried = {method: [s for s in (tuning.tuned_name(method), method) if s in means] for method in METHODS}
     kept = {max(specs, key=means.__getitem__): method for method, specs in tried.items() if specs}
-    table = summarize([row for row in rows if row["method"] in kept])
+    table = rank_methods([row for row in rows if row["method"] in kept])
     return {method: table.scores[spec, regime] for spec, method in kept.items()}
 
 

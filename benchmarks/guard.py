@@ -292,7 +292,7 @@ def lost_weights(runs: int, names: Sequence[str], *, silent: bool) -> Iterable[s
         delays: list[int] = []
         for seed in range(runs):
             first = random.Random(f"{name} {seed}").randrange(5, 56)
-            sets = [*regime(name).settings, "trainer.steps=60", "eval.every=0", "eval.problems=8", f"seed={seed}"]
+            sets = [*regime(name).settings(), "trainer.steps=60", "eval.every=0", "eval.problems=8", f"seed={seed}"]
             sets += [ON, "trainer.prompts=8", "log.trajectories_every=0", "checkpoint.every=0"]
 
             def build(config: Config, loaded: LoadedModel, folder: Path, first: int = first) -> list[Any]:

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from canvas import BLUE, GREEN, IMAGES, ORANGE, PURPLE, RC, SKY, VERMILLION, number, save, table
 
 from trimtab.intervals import seed_interval
-from trimtab.report.experiment_page import summarize, write_accuracy_figure
+from trimtab.report.experiment_page import rank_methods, write_accuracy_figure
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#000000")
 Row = dict[str, Any]
@@ -41,8 +41,7 @@ def distinct(rows: list[Row], key: str) -> list[str]:
 
 
 def dots(rows: list[Row], path: Path) -> None:
-    found = summarize(rows)
-    write_accuracy_figure(found, found.methods, path)
+    write_accuracy_figure(rank_methods(rows), path)
 
 
 def curves(grid: Path, rows: list[Row], metric: str, path: Path, log: bool) -> None:

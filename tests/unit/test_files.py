@@ -15,7 +15,6 @@ from trimtab import diagnose
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_ROW_VALUES, open_parquet
 from trimtab.runs import trajectories
-from trimtab.runs.reader import read_samples
 from trimtab.runs.summary import read_table
 from trimtab.trainer.tasks.data_sets import read_rows
 
@@ -39,8 +38,8 @@ def bomb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "read",
-    [diagnose, trajectories.read, read_samples, read_table, lambda path: list(read_rows(path))],
-    ids=["diagnose", "trajectories", "samples", "table", "task"],
+    [diagnose, trajectories.read, read_table, lambda path: list(read_rows(path))],
+    ids=["diagnose", "trajectories", "table", "task"],
 )
 def test_a_response_longer_than_any_real_one_is_refused(bomb: Path, read: Callable[[Path], Any]) -> None:
     with pytest.raises(TrimtabError, match=r"column 'logp_behavior' holds 16,777,217 values in 1 rows") as error:

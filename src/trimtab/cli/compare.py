@@ -91,13 +91,13 @@ def _train(plan: ExperimentPlan, *, workers: int, keep: bool, as_json: bool) -> 
 
 
 def _show(plan: ExperimentPlan, as_json: bool, choices: list[Choice] | None, notes: list[str]) -> None:
-    from trimtab.report.experiment_page import legend, markdown, summarize, write_accuracy_figure, write_experiment_page
+    from trimtab.report import experiment_page as page
     from trimtab.runs.summary import read_table
 
     out = plan.out
-    grid = summarize(read_table(out))
-    report = write_experiment_page(grid, out / REPORT, notes=notes)
-    figures = write_accuracy_figure(grid, grid.methods, out / "accuracy")
+    grid = page.rank_methods(read_table(out))
+    report = page.write_experiment_page(grid, out / REPORT, notes=notes)
+    figures = page.write_accuracy_figure(grid, out / "accuracy")
     if as_json:
         data = _json(grid, out, report) | {"figures": figures}
         if choices is not None:
@@ -105,7 +105,7 @@ def _show(plan: ExperimentPlan, as_json: bool, choices: list[Choice] | None, not
         print_json(data)
     else:
         listed = "".join(f"- {line}\n" for line in notes)
-        echo(f"{markdown(grid)}\n\n{legend(grid)}\n" + (f"\n{listed}" if notes else ""))
+        echo(f"{page.format_markdown(grid)}\n\n{page.describe_marks(grid)}\n" + (f"\n{listed}" if notes else ""))
         for item in plan.skipped:
             echo(f"not trained: {item.method.spec} in {item.regime.name}: {item.reason}")
         echo(f"report: {report}\nfigures: {figures[0]}, {figures[1].name}\nresults: {out / 'results.parquet'}")

@@ -63,7 +63,7 @@ def _load(recipe: str, sets: Sequence[str] | None) -> Config:
 
 def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dict[str, Any]:
     from trimtab.errors import TrimtabError
-    from trimtab.report.comparison import compare, held_out, write_page
+    from trimtab.report.comparison import compare, list_accuracies, write_page
     from trimtab.runs.reader import read_steps
     from trimtab.trainer.display import RunsDisplay, closing_lines, open_display
     from trimtab.trainer.lab.runner import run_recipe_comparison
@@ -75,7 +75,7 @@ def _compare(config: Config, out: Path, resume: bool, *, to_stderr: bool) -> dic
         runs = run_recipe_comparison(config, out, observer, resume=resume)
     comparison = compare(runs)
     page = write_page(comparison, out / REPORT)
-    echo("\n".join([*closing_lines(held_out(comparison.groups)), f"report: {page}"]), err=to_stderr)
+    echo("\n".join([*closing_lines(list_accuracies(comparison.groups)), f"report: {page}"]), err=to_stderr)
     return {str(run.relative_to(out)): read_steps(run)[-1] for run in runs}
 
 

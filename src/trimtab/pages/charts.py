@@ -28,7 +28,16 @@ from trimtab.text import power, short_exponent
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
+Dashes = tuple[int, tuple[float, ...] | None]
+STYLES: tuple[Dashes, ...] = (
+    (0, None),
+    (0, (3.7, 1.6)),
+    (0, (6.4, 1.6, 1, 1.6)),
+    (0, (1, 1.65)),
+    (0, (5, 1, 1, 1)),
+    (0, (1, 1)),
+)
+"""Line styles of matplotlib: an offset, and the lengths of dashes and gaps in line widths; the first is solid."""
 # Placeholder colors: `to_svg` replaces them with the text and grid colors of the theme.
 INK, GRID = "#010203", "#c5c6c7"
 THEME = {INK: "currentColor", GRID: "var(--grid)"}
@@ -51,9 +60,6 @@ RC: dict[Any, Any] = {
     **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
 }
 WIDTH, HEIGHT = 4.2, 2.7  # inches, for text of 10 points
-Series = tuple[np.ndarray, np.ndarray]
-"""Steps and values of a curve, (count,) each."""
-AVERAGED_FROM = 400  # points from which a trailing mean is drawn; shorter curves are readable as logged
 _SHADES = 5  # darkness levels of a scatter, logarithmic in the count
 _SQUARE = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 
@@ -76,27 +82,14 @@ def draw(
         axes = figure.add_subplot()
         paint(axes)
         if steps:
-            step_axis(axes)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            axes.set_xlabel("step")
         handles, labels = axes.get_legend_handles_labels()
         if len(labels) > (0 if legend else 1):
             # Outside the axes, so that it covers no curve.
             columns = min(len(labels), 3 if steps else 2)
             figure.legend(handles, labels, loc="outside upper left", ncols=columns, columnspacing=1.2)
         return to_svg(figure, name)
-
-
-def trailing(series: Series) -> Series:
-    """Returns the trailing mean of a series of 400 points or more; returns a shorter series unchanged.
-
-    The window of each point ends at the point and has a twentieth of all points (fewer at the start).
-    """
-    steps, values = series
-    if len(values) < AVERAGED_FROM:
-        return series
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - len(values) // 20, 0)
-    return steps, (total[end] - total[start]) / (end - start)
 
 
 def quantile_bands(axes: Axes, steps: np.ndarray, quantiles: Sequence[np.ndarray]) -> None:
@@ -123,7 +116,7 @@ def scatter_svg(counts: np.ndarray) -> Markup:
             rows, columns = np.nonzero(level == shade)
             squares = (np.stack([columns, rows], axis=-1)[:, None, :] + _SQUARE) / bins
             axes.add_collection(PolyCollection(list(squares), facecolors=color, linewidths=0))
-            handles.append(Patch(facecolor=color, label=f"≤ {_count(math.expm1(shade / _SHADES * math.log1p(most)))}"))
+            handles.append(Patch(facecolor=color, label=f"≤ {math.expm1(shade / _SHADES * math.log1p(most)):,.0f}"))
         axes.plot([0, 1], [0, 1], color=INK, linewidth=0.6, linestyle=":")
         axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="sampler probability", ylabel="trainer probability")
         axes.legend(
@@ -131,13 +124,6 @@ def scatter_svg(counts: np.ndarray) -> Markup:
         )
 
     return draw("Trainer against sampler probability", paint, size=(WIDTH, 3.0))
-
-
-def _count(value: float) -> str:
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.2g}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
-    return f"{value:.0f}"
 
 
 def log_ticks(axis: Axis) -> None:
@@ -204,12 +190,6 @@ def short_power(value: float) -> str:
 def digits(axis: Axis, count: int) -> None:
     """Label an axis with numbers of at most `count` significant digits."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_exponent(f"{value:.{count}g}")))
-
-
-def step_axis(axes: Axes) -> None:
-    """Label the x-axis with whole steps."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.set_xlabel("step")
 
 
 def to_svg(figure: Figure, name: str) -> Markup:

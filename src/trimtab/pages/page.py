@@ -39,9 +39,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts:
-    """Figures in a grid."""
+    """Figures in a grid, and a note that names the figures for which data is missing."""
 
     shown: Sequence[Chart]
+    absent: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,6 @@ class Page:
 
 def _refuse(part: object) -> None:
     raise TypeError(f"a page has no part of type {type(part).__name__}: add it to `Part` and to page.html.j2")
-
-
-def charts(shown: Sequence[Chart], absent: Sequence[str]) -> list[Part]:
-    """Returns figures in a grid, and a note that names the figures for which data is missing."""
-    return [*([Charts(shown)] if shown else []), *([Note(f"Not shown: {'; '.join(absent)}.")] if absent else [])]
 
 
 STATUS_TONES = {"fail": "warn", "note": "plain", "ok": "good"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,19 +16,29 @@ from urllib.parse import quote
 import numpy as np
 from markupsafe import Markup
 
-from trimtab.intervals import PAIRED_FROM, UNBOUNDED, SeedMean, interval_method, may_be_best, seed_interval
-from trimtab.pages.charts import AVERAGED_FROM
+from trimtab.intervals import (
+    PAIRED_FROM,
+    STUDENT_FROM,
+    UNBOUNDED,
+    SeedMean,
+    interval_method,
+    may_be_best,
+    seed_interval,
+)
 from trimtab.pages.page import Card, Cell, Charts, Fold, Note, Page, Part, Section, Table
-from trimtab.report.comparison_figures import BANDS_UP_TO, draw_panels, legend_of, swatch
-from trimtab.report.groups import Group, cautions, group_runs, same_measure
+from trimtab.report.groups import Group, group_runs, list_cautions, same_measure
 from trimtab.report.run_objective import equation_of
+from trimtab.report.step_curves import AVERAGED_FROM, BANDS_UP_TO, draw_legend, draw_panels, draw_swatch
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import REPORT
-from trimtab.runs.summary import RunSummary, summarize
-from trimtab.text import format_value, join_names, one_line, short
+from trimtab.text import format_value, join_names, number, one_line, short
 
-Form = Literal["share", "number", "decades", "whole"]
 SHARE_LIMITS = (0.0, 1.0)
+
+
+def format_share(value: float) -> str:
+    """Returns a value with three decimals, unless it is too small or too large for them."""
+    return f"{value:.3f}" if 5e-4 <= abs(value) < 1000 else number(value)
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,12 @@ class Column:
     # The better direction. None for descriptive numbers, and for wall-clock seconds, which are comparable only between
     # runs that had the machine to themselves.
     better: Literal["high", "low"] | None = None
-    form: Form = "share"  # share: three decimals; number: three digits; decades: spans orders of magnitude
     limits: tuple[float, float] = (0.0, math.inf)  # the range of possible values
+    form: Callable[[float], str] = format_share
+
+    def format(self, value: float | None) -> str:
+        """Returns a value as text, or a dash if it was not measured."""
+        return "–" if value is None else self.form(value)
 
 
 RESULT_COLUMNS = (
@@ -49,20 +63,32 @@ RESULT_COLUMNS = (
     Column("accuracy", "held-out after", "high", limits=SHARE_LIMITS),
     Column("accuracy_best", "best held-out", "high", limits=SHARE_LIMITS),
     Column("reward", "reward, last tenth", "high", limits=UNBOUNDED),
-    Column("steps", "steps", form="whole"),
+    Column("steps", "steps", form=number),
 )
 PROCESS_COLUMNS = (
-    Column("k3", "k3, last", "low", form="decades"),
-    Column("k3_worst", "k3, highest", "low", form="decades"),
+    Column("k3", "k3, last", "low", form=short),
+    Column("k3_worst", "k3, highest", "low", form=short),
     Column("ess_worst", "ESS, lowest", "high", limits=SHARE_LIMITS),
-    Column("log_ratio_seq_worst", "largest |log-ratio| of a sequence", form="number"),
-    Column("grad_norm_max", "grad norm, highest", form="decades"),
+    Column("log_ratio_seq_worst", "largest |log-ratio| of a sequence", form=number),
+    Column("grad_norm_max", "grad norm, highest", form=short),
     Column("clipped", "clipped, mean", limits=SHARE_LIMITS),
     Column("rejected", "rejected, mean", limits=SHARE_LIMITS),
-    Column("skipped", "skipped updates", "low", form="whole"),
-    Column("seconds", "seconds in steps", form="number"),
+    Column("skipped", "skipped updates", "low", form=number),
+    Column("seconds", "seconds in steps", form=number),
 )
 """Mismatch, optimization and speed during the run."""
+DRAWING = (
+    "Thick lines are means over seeds, at the steps all seeds of a group have. Bands run from the lowest seed to the "
+    f"highest. From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, and what "
+    "was logged lies thin beneath it; accuracies, rates and logarithmic axes are drawn as logged. Of more than "
+    f"{BANDS_UP_TO} groups only the means are drawn."
+)
+INTERVALS = (
+    f"Mean over seeds and its interval: {interval_method(STUDENT_FROM)}, or the range of fewer than {STUDENT_FROM} "
+    f"seeds. Bold: with 95% the best, by t tests of differences paired by seed, of at least {PAIRED_FROM} seeds in "
+    "common; no bold means that these runs do not tell. Wall-clock seconds are never judged: runs that did not take "
+    "turns on an idle machine tell nothing about it."
+)
 
 
 @dataclass(frozen=True)
@@ -91,11 +117,11 @@ def compare(runs: Sequence[Path]) -> RunComparison:
     Raises `TrimtabError` if files of a run are missing, empty or damaged.
     """
     groups, notes = group_runs(runs)
-    comparable, summaries = same_measure(groups), [summaries_of(group) for group in groups]
-    results = [outcome(column, groups, summaries, judged=comparable) for column in RESULT_COLUMNS]
-    process_metrics = [outcome(column, groups, summaries) for column in PROCESS_COLUMNS]
+    comparable = same_measure(groups)
+    results = [compare_column(column, groups, judged=comparable) for column in RESULT_COLUMNS]
+    process_metrics = [compare_column(column, groups) for column in PROCESS_COLUMNS]
     equations = {group.name: [equation_of(run.config, run.last) for run in group.runs] for group in groups}
-    notes += cautions(groups) if len(groups) > 1 else []
+    notes += list_cautions(groups) if len(groups) > 1 else []
     notes += [
         f"{name}: every seed calibrated its own bounds; the equation is that of the first seed."
         for name, by_seed in equations.items()
@@ -145,7 +171,7 @@ def as_data(comparison: RunComparison) -> dict[str, Any]:
     }
 
 
-def held_out(groups: Sequence[Group]) -> dict[str, str]:
+def list_accuracies(groups: Sequence[Group]) -> dict[str, str]:
     """Returns the held-out greedy accuracy after training, by group: the value of each seed, and the mean."""
     summary = {}
     for group in groups:
@@ -166,9 +192,9 @@ def differing_keys(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _page(comparison: RunComparison, folder: Path) -> Page:
     groups, results, process = comparison.groups, comparison.results, comparison.process_metrics
-    names, marks = [group.name for group in groups], [swatch(index) for index in range(len(groups))]
+    names, marks = [group.name for group in groups], [draw_swatch(index) for index in range(len(groups))]
     drawn, absent, zero = draw_panels(groups)
-    drawing = [_drawing_text(groups)]
+    drawing = [DRAWING]
     drawing += [f"Logged by no run: {'; '.join(absent)}."] if absent else []
     drawing += [f"0 in all runs: {'; '.join(zero)}."] if zero else []
     return Page(
@@ -180,8 +206,8 @@ def _page(comparison: RunComparison, folder: Path) -> Page:
             Section(
                 "", [Card("Before comparing", list(map(Note, comparison.cautions)))] if comparison.cautions else []
             ),
-            Section("Curves", [legend_of(names), Charts(drawn), Note(" ".join(drawing))]),
-            Section("Results", [summary_table(results, names, marks), Note(_interval_text(groups))] if results else []),
+            Section("Curves", [draw_legend(names), Charts(drawn), Note(" ".join(drawing))]),
+            Section("Results", [summary_table(results, names, marks), Note(INTERVALS)] if results else []),
             Section("On the way", [summary_table(process, names, marks)] if process else []),
             Section("What differs in the configuration", _differences(comparison)),
             Section("What each one minimizes", _equation_cards(comparison.equations)),
@@ -201,31 +227,6 @@ def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
 def _shared(groups: Sequence[Group], key: str) -> Any:
     values = [group.config.get(key) for group in groups]
     return values[0] if all(value == values[0] for value in values) else None
-
-
-def _drawing_text(groups: Sequence[Group]) -> str:
-    sentences = ["Thick lines are means over seeds, at the steps all seeds of a group have."]
-    if len(groups) > BANDS_UP_TO:
-        return f"{sentences[0]} With so many groups only the means are drawn."
-    if any(len(group.runs) > 1 for group in groups):
-        sentences.append("Bands run from the lowest seed to the highest.")
-    if any(run.last["step"] >= AVERAGED_FROM for group in groups for run in group.runs):
-        sentences.append(
-            f"From {AVERAGED_FROM} steps on, a thick line is the mean of the last twentieth of the steps, and what was "
-            "logged lies thin beneath it; accuracies, rates and logarithmic axes are drawn as logged."
-        )
-    return " ".join(sentences)
-
-
-def _interval_text(groups: Sequence[Group]) -> str:
-    counts = sorted({len(group.runs) for group in groups} - {1})
-    methods = "; ".join(f"with {count} seeds {interval_method(count)}" for count in counts)
-    return (
-        f"Mean over seeds and its interval: {methods or 'single seeds have none'}. Bold: with 95% the "
-        f"best, by t tests of differences paired by seed, of at least {PAIRED_FROM} seeds in common; no bold means "
-        "that these runs do not tell. Wall-clock seconds are never judged: runs that did not take turns on an idle "
-        "machine tell nothing about it."
-    )
 
 
 def _differences(comparison: RunComparison) -> list[Part]:
@@ -255,7 +256,7 @@ def _run_table(comparison: RunComparison, folder: Path) -> Fold:
             # Quotes and the leading dot keep a folder name from being parsed as a URL scheme or a query.
             link = f"./{quote(os.path.relpath(report, folder))}" if report.exists() else ""
             name = Cell(one_line(run.path.name), link=link)
-            cells = [format_in(item.column, item.values[index][place]) for item in comparison.results]
+            cells = [item.column.format(item.values[index][place]) for item in comparison.results]
             rows.append([group.name, name, format_value(run.config.get("seed")), *cells])
     heads = ("group", "run", "seed", *(item.column.title for item in comparison.results))
     return Fold(f"{len(rows)} runs, one by one", [Table(heads, rows, numeric=range(2, len(heads)))])
@@ -273,20 +274,13 @@ def _interval_data(interval: SeedMean | None) -> dict[str, Any] | None:
     }
 
 
-def summaries_of(group: Group) -> list[RunSummary]:
-    """Returns the summary of each run; its seconds are the sum over the steps."""
-    return [summarize(run, "done", float(run.series("time/step")[1].sum())) for run in group.runs]
-
-
-def outcome(
-    column: Column, groups: Sequence[Group], summaries: Sequence[Sequence[RunSummary]], *, judged: bool = True
-) -> ColumnResult | None:
+def compare_column(column: Column, groups: Sequence[Group], *, judged: bool = True) -> ColumnResult | None:
     """Returns the column over the runs of all groups, or None if no run measured it.
 
     A winner is determined only if `judged` is set (the groups are comparable), every run has a value, and no group has
     a seed twice.
     """
-    values = [[getattr(summary, column.key) for summary in runs] for runs in summaries]
+    values = [[getattr(summary, column.key) for summary in group.summaries] for group in groups]
     known = [[value for value in seeds if value is not None] for seeds in values]
     if not any(known):
         return None
@@ -319,21 +313,8 @@ def _cell(item: ColumnResult, index: int) -> Cell:
     interval, values = item.intervals[index], item.values[index]
     if interval is None:
         return Cell("–")
-    low, high = format_in(item.column, interval.low), format_in(item.column, interval.high)
+    low, high = item.column.format(interval.low), item.column.format(interval.high)
     ends = f"[{low}, {high}]" if interval.high > interval.low else ""
     # Shows that a mean is over some of the seeds only.
     seeds = f" {interval.count} of {len(values)}" if interval.count < len(values) else ""
-    return Cell(format_in(item.column, interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)
-
-
-def format_in(column: Column, value: float | None) -> str:
-    """Returns a value in the form of its column, or a dash if it was not measured."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    if column.form == "decades" or abs(value) < (0.01 if column.form == "number" else 5e-4):
-        return short(value)
-    if column.form == "whole" or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if column.form == "number" else f"{value:.3f}"
+    return Cell(item.column.format(interval.mean), note=(ends + seeds).strip(), strong=item.winner == index)

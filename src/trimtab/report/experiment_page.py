@@ -29,8 +29,7 @@ from trimtab.runs.atomic import write_output
 from trimtab.text import code_span, markdown_text
 
 COLLAPSED = 0.5  # a run has collapsed if it ends below this share of its initial accuracy
-ABOVE, BELOW = (0, 114, 178), (213, 94, 0)
-MAX_OPACITY = 0.5  # opacity of the strongest shade at which text is readable in both themes
+MOST_OPAQUE = 50  # percent: the strongest shade at which text is readable in both themes
 # Text is drawn as outlines because a reader may lack the font; the salt makes equal figures byte-identical.
 _SETTINGS: dict[Any, Any] = {
     **RC,
@@ -58,18 +57,15 @@ class MethodScore:
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
 
     @property
-    def collapsed_mostly(self) -> bool:
-        return 2 * self.collapsed > len(self.values)
-
-    @property
     def interval_text(self) -> str:
         """The interval of the accuracy, such as `[0.836, 0.867]`; empty for a single seed."""
         return f"[{self.accuracy.low:.3f}, {self.accuracy.high:.3f}]" if len(self.values) > 1 else ""
 
     @property
     def rank_text(self) -> str:
-        """The rank, such as `#1`, or `#2=` for a method that may be the best although its rank is not 1."""
-        return f"#{self.rank}{'=' if self.is_best and self.rank > 1 else ''}"
+        """The rank, such as `#1`; with `=` for another method that may be the best, and `†` if most runs collapsed."""
+        tie = "=" if self.is_best and self.rank > 1 else ""
+        return f"#{self.rank}{tie}{' †' if 2 * self.collapsed > len(self.values) else ''}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +80,7 @@ class ComparisonTable:
     before: float | None  # mean accuracy before training
 
 
-def summarize(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
+def rank_methods(rows: Sequence[Mapping[str, Any]]) -> ComparisonTable:
     """Returns the table of `rows`; methods and regimes are in the order in which they first appear."""
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     regimes = {row["regime"]: row.get("regime_description") or "" for row in rows}
@@ -135,26 +131,25 @@ def _interval(values: Sequence[float], limits: tuple[float, float] = UNBOUNDED) 
     return seed_interval(values, limits) or SeedMean(math.nan, -math.inf, math.inf, 0)
 
 
-def markdown(table: ComparisonTable) -> str:
+def format_markdown(table: ComparisonTable) -> str:
     """Returns a Markdown table, methods x regimes: mean [interval], rank, and `†` if most runs collapsed."""
     head = ["method", *map(markdown_text, table.regimes)]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for method in table.methods:
-        cells = [cell_text(table, method, regime) for regime in table.regimes]
+        cells = [format_cell(table, method, regime) for regime in table.regimes]
         lines.append(f"| {' | '.join([code_span(method, in_table=True), *cells])} |")
     return "\n".join(lines)
 
 
-def cell_text(table: ComparisonTable, method: str, regime: str) -> str:
+def format_cell(table: ComparisonTable, method: str, regime: str) -> str:
     """Returns one cell, such as `0.854 [0.836, 0.867] #1`, or a dash if the pair was not trained."""
     score = table.scores.get((method, regime))
     if score is None:
         return "–"
-    mark = "†" if score.collapsed_mostly else ""
-    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text, mark]))
+    return " ".join(filter(None, [f"{score.accuracy.mean:.3f}", score.interval_text, score.rank_text]))
 
 
-def legend(table: ComparisonTable) -> str:
+def describe_marks(table: ComparisonTable) -> str:
     counts = sorted({len(score.values) for score in table.scores.values()} - {1})
     rules = " or ".join(f"[{interval_method(count)}]" for count in counts)
     return (
@@ -176,11 +171,12 @@ def _power_text(table: ComparisonTable) -> str:
     return f" A lead of the first that would have been seen with 80%: {', '.join(texts)}." if texts else ""
 
 
-def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
+def draw_accuracy(table: ComparisonTable) -> Figure:
     """Returns a figure of the accuracy of every method in every regime: a dot for each seed, a bar at the mean.
 
     The dotted line is the accuracy before training. A method that was not trained in a regime has no dots there.
     """
+    methods = table.methods
     size = (3.1 * len(table.regimes) + 2.0, 0.3 * len(methods) + 1.2)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, max(1, len(table.regimes)), sharey=True, squeeze=False)[0]
@@ -198,18 +194,18 @@ def accuracy_figure(table: ComparisonTable, methods: Sequence[str]) -> Figure:
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("held-out accuracy")
         axes.grid(visible=False, axis="x")
-    panels[0].set_yticks(range(len(methods)), list(methods))
+    panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
     return figure
 
 
-def write_accuracy_figure(table: ComparisonTable, methods: Sequence[str], path: Path) -> list[Path]:
-    """Writes `accuracy_figure` to `path` with the suffixes .png (160 dots per inch) and .svg; returns both paths."""
+def write_accuracy_figure(table: ComparisonTable, path: Path) -> list[Path]:
+    """Writes `draw_accuracy` to `path` with the suffixes .png (160 dots per inch) and .svg; returns both paths."""
     written = []
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         # Characters of a name that the font lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = accuracy_figure(table, methods)
+        figure = draw_accuracy(table)
         for kind, metadata in _METADATA.items():
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
@@ -248,7 +244,7 @@ def _score_parts(table: ComparisonTable) -> list[Part]:
     refused = [f"{regime}, {method}: {why}" for (method, regime), why in table.refused.items()]
     return [
         Table(("method", *table.regimes), rows, mono=(0,)),
-        Note(f"{legend(table)} Blue is above the start, orange below it."),
+        Note(f"{describe_marks(table)} Blue is above the start, orange below it."),
         Note("Curves, mismatch and settings of one regime: trimtab report REGIME, in the folder of this page."),
         *(Note(text, name) for name, text in table.regimes.items() if text),
         *(Note(text, "not trained", "plain") for text in refused),
@@ -262,7 +258,7 @@ def _cell(table: ComparisonTable, method: str, regime: str) -> Cell:
         return Cell("–", hint=table.refused.get((method, regime), ""))
     each = "  ".join(f"{seed}: {value:.3f}" for seed, value in zip(score.seeds, score.values, strict=True))
     return Cell(
-        f"{score.accuracy.mean:.3f} {score.rank_text}{' †' if score.collapsed_mostly else ''}",
+        f"{score.accuracy.mean:.3f} {score.rank_text}",
         note=score.interval_text,
         shade=_shade(score.accuracy.mean, table.before),
         hint=f"by seed {each}" + (f"; {score.diverged} diverged" if score.diverged else ""),
@@ -272,7 +268,7 @@ def _cell(table: ComparisonTable, method: str, regime: str) -> Cell:
 def _shade(value: float, before: float | None) -> str:
     """Returns a CSS color: blue above the initial accuracy, orange below it, more opaque with the difference."""
     start = before or 0.0
-    above = value >= start
-    largest = (1 - start) if above else start
-    red, green, blue = ABOVE if above else BELOW
-    return f"rgba({red}, {green}, {blue}, {MAX_OPACITY * abs(value - start) / max(largest, 1e-9):.2f})"
+    color, largest = ("blue", 1 - start) if value >= start else ("vermillion", start)
+    return (
+        f"color-mix(in srgb, var(--{color}) {MOST_OPAQUE * abs(value - start) / max(largest, 1e-9):.0f}%, transparent)"
+    )

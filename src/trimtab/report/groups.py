@@ -7,24 +7,24 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import TrimtabError, neighbors
 from trimtab.files import natural_key
-from trimtab.report.health import learned
+from trimtab.report.health import judge_learning
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.provenance import comparable_setting
 from trimtab.runs.reader import Run, read_run
+from trimtab.runs.summary import RunSummary, summarize
 from trimtab.text import flatten, format_value, join_names, one_line
 from trimtab.trainer.config import parse_config
 
 # Keys that may differ within a group.
 IGNORED_KEYS = ("seed", "out")
 _SEED = re.compile(r"[-_. ]?seed[-_]?\d+$")
-PROBLEMS = "eval.problems"
-_COUNT = re.compile(r"eval/[^/]+/problems")
-_MEASURE = ("task.", "model.path", PROBLEMS, "reward")
+_MEASURE = ("task.", "model.path", "eval.problems", "reward")
 """Prefixes of settings. If one of these settings differs, held-out accuracies are not comparable."""
 _SIZES = ("trainer.prompts", "trainer.samples", "trainer.steps")
 """Settings that determine how much data a step contains and how many steps there are."""
@@ -41,6 +41,11 @@ class Group:
     @property
     def seeds(self) -> list[int | None]:
         return [run.config.get("seed") for run in self.runs]
+
+    @cached_property
+    def summaries(self) -> list[RunSummary]:
+        """The summary of each run; its seconds are the sum over the steps."""
+        return [summarize(run, "done", float(run.series("time/step")[1].sum())) for run in self.runs]
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -68,17 +73,15 @@ def group_runs(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     # If no run has a finished step, `read_run` raises an error that says what is missing.
     runs = [read_run(path) for path in started or unique]
     notes = [f"{path} has no finished step yet and is left out." for path in unique if path not in started]
-    recipes: list[Mapping[str, Any]] = []
-    members: list[list[Run]] = []
+    groups: list[tuple[Mapping[str, Any], list[Run]]] = []
     for run in runs:
         recipe = recipe_of(run, notes)
-        if recipe in recipes:
-            members[recipes.index(recipe)].append(run)
-        else:
-            recipes.append(recipe)
-            members.append([run])
-    names = _names(recipes, members)
-    return [Group(*parts) for parts in zip(names, members, recipes, strict=True)], notes
+        members = next((members for known, members in groups if known == recipe), None)
+        if members is None:
+            groups.append((recipe, members := []))
+        members.append(run)
+    names = _names(groups)
+    return [Group(name, runs, recipe) for name, (recipe, runs) in zip(names, groups, strict=True)], notes
 
 
 def recipe_of(run: Run, notes: list[str]) -> dict[str, Any]:
@@ -101,11 +104,11 @@ def _has_step(path: Path) -> bool:
     return file.is_file() and b"\n" in file.read_bytes()
 
 
-def _names(recipes: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]]) -> list[str]:
+def _names(groups: Sequence[tuple[Mapping[str, Any], Sequence[Run]]]) -> list[str]:
     """Returns a name for each group: its objective, followed by the folder if several groups share the objective."""
-    objectives = [format_value(recipe.get("objective.name", "run")) for recipe in recipes]
+    objectives = [format_value(recipe.get("objective.name", "run")) for recipe, _ in groups]
     names: list[str] = []
-    for objective, runs in zip(objectives, members, strict=True):
+    for objective, (_, runs) in zip(objectives, groups, strict=True):
         path = runs[0].path.resolve()
         # The folder is `soup` for the runs soup/seed0 and soup-seed0.
         folder = path.parent.name if _SEED.fullmatch(path.name) else _SEED.sub("", path.name) or path.name
@@ -120,40 +123,44 @@ def same_measure(groups: Sequence[Group]) -> bool:
     return not _differing(groups, _MEASURE)
 
 
-def cautions(groups: Sequence[Group]) -> list[str]:
+def list_cautions(groups: Sequence[Group]) -> list[str]:
     """Returns one sentence for each difference that limits the comparison, the most serious first."""
-    sentences = []
+    return [*_setting_cautions(groups), *_run_cautions(groups), *_seed_cautions(groups)]
+
+
+def _setting_cautions(groups: Sequence[Group]) -> Iterator[str]:
     if measure := _differing(groups, _MEASURE):
-        sentences.append(f"{measure} differ: accuracies and rewards are of different things, and none is called best.")
+        yield f"{measure} differ: accuracies and rewards are of different things, and none is called best."
     if sizes := _differing(groups, _SIZES):
-        sentences.append(f"{sizes} differ: a step is not the same amount of data, or last values are of other steps.")
+        yield f"{sizes} differ: a step is not the same amount of data, or last values are of other steps."
     if len({comparable_setting(part) for group in groups for run in group.runs for part in run.starts}) > 1:
-        sentences.append(
+        yield (
             "The runs were made with different versions, commits or hardware (provenance.json): equal seeds need not "
             "give equal results."
         )
+
+
+def _run_cautions(groups: Sequence[Group]) -> Iterator[str]:
     unfinished, unmeasured, worse = [], [], []
     for group in groups:
+        planned = group.config.get("trainer.steps")
         for run in group.runs:
             name = group.name if len(group.runs) == 1 else f"{group.name} seed {run.config.get('seed', run.path.name)}"
-            planned = group.config.get("trainer.steps")
             if isinstance(planned, int) and run.steps < planned:
                 unfinished.append(f"{name} at step {run.steps} of {planned}")
             if run.held_out.after is None:
                 unmeasured.append(name)
-            worse += [f"{name}: {change.fault}" for change in learned(run.kept) if change.fault]
+            worse += [f"{name}: {change.fault}" for change in judge_learning(run.kept) if change.fault]
     if unfinished:
-        sentences.append(
-            f"Unfinished: {join_names(unfinished)}. Its numbers are those so far; means and bands end at its last step."
-        )
+        ends = "Its numbers are those so far; means and bands end at its last step."
+        yield f"Unfinished: {join_names(unfinished)}. {ends}"
     if unmeasured:
-        sentences.append(f"Held-out accuracy was not measured after training: {join_names(unmeasured)}.")
+        yield f"Held-out accuracy was not measured after training: {join_names(unmeasured)}."
     if worse:
-        sentences.append(f"Got worse: {'; '.join(worse)}.")
-    return [*sentences, *_seeds(groups)]
+        yield f"Got worse: {'; '.join(worse)}."
 
 
-def _seeds(groups: Sequence[Group]) -> Iterator[str]:
+def _seed_cautions(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         repeated = [str(seed) for seed, count in Counter(group.seeds).items() if count > 1]
         if repeated:
@@ -170,24 +177,13 @@ def _differing(groups: Sequence[Group], keys: Sequence[str]) -> str:
 
     `keys` are prefixes of the settings that are compared.
     """
-    names = sorted({name for group in groups for name in group.config} | {PROBLEMS})
+    names = sorted({name for group in groups for name in group.config})
     parts = []
     for name in (name for key in keys for name in names if name.startswith(key)):
-        if any(_value(group, name) != _value(groups[0], name) for group in groups):
-            parts.append(f"{name} ({_by_group(groups, [format_value(_value(group, name)) for group in groups])})")
+        values = [group.config.get(name) for group in groups]
+        if any(value != values[0] for value in values):
+            parts.append(f"{name} ({_by_group(groups, list(map(format_value, values)))})")
     return ", ".join(parts[:4])
-
-
-def _value(group: Group, key: str) -> Any:
-    """Returns a setting of the group.
-
-    The number of held-out problems is read from the log: a task may have fewer problems than the recipe requests.
-    """
-    if key == PROBLEMS:
-        counts = [run.series(name)[1] for run in group.runs for name in run.keys if _COUNT.fullmatch(name)]
-        if evaluated := sorted({int(count[-1]) for count in counts if len(count)}):
-            return evaluated[0] if len(evaluated) == 1 else evaluated
-    return group.config.get(key)
 
 
 def _by_group(groups: Sequence[Group], values: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ lost        counts data that was left out
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -85,6 +85,17 @@ class JudgedMetric:
         """The median over the worst phase if any step is outside the range, otherwise over the run."""
         return self.worst.median if self.outside else self.median
 
+    @property
+    def sentence(self) -> str:
+        """`k3 is 0.12 over the run, 0.81 in steps 21 to 40`; one part if both are equal or the first is healthy."""
+        row = metric(self.key)
+        whole, worst = (beside(value, bounds(self.key)) for value in (self.median, self.worst.median))
+        if judge(self.key, self.median) != "outside":
+            where = f"{worst} in steps {self.worst}"
+        else:
+            where = whole if whole == worst else f"{whole} over the run, {worst} in steps {self.worst}"
+        return f"{row.called if row else self.key} is {where}"
+
 
 class Change(NamedTuple):
     """What training changed."""
@@ -127,7 +138,7 @@ def health(run: Run) -> HealthVerdict:
     done, returns = run.steps, list(_returns(run))
     run = run.kept
     metrics = {key: found for key in run.keys if (found := judge_metric(run, key)) is not None}
-    changes, broken = learned(run), _steps_without_numbers(run)
+    changes, broken = judge_learning(run), _steps_without_numbers(run)
     worse = [Finding("fail", "learning", change.fault) for change in changes if change.fault]
     idle = list(_nothing_learned(run))
     trends = [] if worse or idle else list(_alarms(run))
@@ -159,7 +170,7 @@ def health(run: Run) -> HealthVerdict:
     return HealthVerdict("; ".join(change.text for change in changes), state, length + without, found, metrics)
 
 
-def learned(run: Run) -> list[Change]:
+def judge_learning(run: Run) -> list[Change]:
     """Returns what training changed: the held-out accuracy of each task (faults first), otherwise the reward.
 
     The reward is judged if no task was measured before and after training; the list is empty if the run is too short.
@@ -295,13 +306,12 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
     objective reads the sampler's log-probs. Without lag, with another objective, or if k3 exceeds all published values,
     it is a fault.
     """
-    names = with_verdict("mismatch")
-    found = next(_outside(metrics, names), None)
-    if metrics.keys().isdisjoint(names):
+    found = next(_outside(metrics, "mismatch"), None)
+    if metrics.keys().isdisjoint(with_verdict("mismatch")):
         yield Finding("note", "mismatch", "no mismatch between trainer and sampler was measured")
     if found is None:
         return
-    text, objective = f"{names[found.key]} is {_value_text(found)}", known_objective(run.config)
+    text, objective = found.sentence, known_objective(run.config)
     _, lags = run.series("lag/max")
     published = k3_range(found.worst.median) if found.key == K3 else None
     if lags.max(initial=0) > 0 and objective is not None and "behavior" in objective.needs:
@@ -315,9 +325,8 @@ def _mismatch(run: Run, metrics: Mapping[str, JudgedMetric], *, learns: bool) ->
 
 def _noise(metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     """Yields a finding if the perturbation (ALP noise) has no effect. Noise on the logits logs no changed entries."""
-    names = with_verdict("noise")
-    if found := next(_outside(metrics, names), None):
-        detail = f"the noise of the perturbation is in effect a no-op: {names[found.key]} is {_value_text(found)}"
+    if found := next(_outside(metrics, "noise"), None):
+        detail = f"the noise of the perturbation is in effect a no-op: {found.sentence}"
         yield Finding("fail", "noise", detail, "raise perturbation.std or see model.autocast")
 
 
@@ -335,23 +344,13 @@ def _unused(run: Run, metrics: Mapping[str, JudgedMetric]) -> Iterator[Finding]:
     _, rewards = run.series("reward/mean")
     parts = equal_parts(len(rewards))
     rose = len(parts) > 1 and clearly_above(rewards[parts[-1]], rewards[parts[0]])
-    names = with_verdict("unused")
-    for found in _outside(metrics, names):
+    for found in _outside(metrics, "unused"):
         status = "ok" if rose and found.key == "groups/no_signal" else "note"
-        text = f"{names[found.key]} is {_value_text(found)} (healthy: {band_text(found.key)})"
-        yield Finding(status, "unused data", text)
+        yield Finding(status, "unused data", f"{found.sentence} (healthy: {band_text(found.key)})")
 
 
-def _outside(metrics: Mapping[str, JudgedMetric], keys: Iterable[str]) -> Iterator[JudgedMetric]:
-    return (metrics[key] for key in keys if key in metrics and metrics[key].state == "outside")
-
-
-def _value_text(found: JudgedMetric) -> str:
-    """Returns `0.12 over the run, 0.81 in steps 21 to 40`; only one part if both are equal or the first is healthy."""
-    whole, worst = (beside(value, bounds(found.key)) for value in (found.median, found.worst.median))
-    if judge(found.key, found.median) != "outside":
-        return f"{worst} in steps {found.worst}"
-    return whole if whole == worst else f"{whole} over the run, {worst} in steps {found.worst}"
+def _outside(metrics: Mapping[str, JudgedMetric], role: str) -> Iterator[JudgedMetric]:
+    return (metrics[key] for key in with_verdict(role) if key in metrics and metrics[key].state == "outside")
 
 
 def _alarms(run: Run) -> Iterator[Finding]:

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from trimtab.files import natural_key
-from trimtab.pages.charts import (
-    AVERAGED_FROM,
-    CYCLE,
-    GREEN,
-    INK,
-    SKY,
-    STYLES,
-    WIDTH,
-    digits,
-    draw,
-    log_scale_of_any_sign,
-    quantile_bands,
-    start_at_zero,
-    trailing,
-)
+from trimtab.pages.charts import CYCLE, GREEN, INK, SKY, WIDTH, digits, draw, quantile_bands
 from trimtab.pages.page import Chart, Charts, Note, Section
+from trimtab.report.step_curves import Curve, combine_seeds, draw_curves
 from trimtab.runs.metric_catalog import Metric, metric, sections
 from trimtab.runs.reader import Run, evenly_spaced
 from trimtab.text import number
@@ -36,13 +22,10 @@ ACCURACY = "eval/<task>/greedy"
 
 
 @dataclass(frozen=True, eq=False)
-class MetricCurve:
-    """A logged metric as a curve."""
+class MetricCurve(Curve):
+    """A logged metric as a curve of one series."""
 
-    label: str  # in the legend
     row: Metric  # of the metric catalog
-    steps: np.ndarray  # (count,)
-    values: np.ndarray  # (count,)
 
 
 def chart_sections(run: Run) -> list[Section]:
@@ -65,7 +48,7 @@ def _curves(rows: Sequence[Metric], run: Run) -> list[MetricCurve]:
     for row in rows:
         for curve in _matches(row, run):
             if not any(
-                np.array_equal(curve.steps, other.steps) and np.array_equal(curve.values, other.values)
+                np.array_equal(curve.seeds, other.seeds)
                 for other in curves
                 if other.row is not row and row.key.startswith(("reward/", "reject/"))
             ):
@@ -78,9 +61,9 @@ def _matches(row: Metric, run: Run) -> Iterator[MetricCurve]:
     # A key with a separate row, such as reward/mean, does not belong to the row `reward/<name>`.
     found = [match for match in map(row.pattern.fullmatch, run.keys) if match and metric(match[0]) is row]
     for match in sorted(found, key=lambda match: natural_key(match[0])):
-        steps, values = run.series(match[0])
-        if len(steps):
-            yield MetricCurve(" ".join(filter(None, [row.curve, *match.groups()])), row, steps, values)
+        series = run.series(match[0])
+        if len(series[0]):
+            yield MetricCurve(" ".join(filter(None, [row.curve, *match.groups()])), [series], row)
 
 
 def _chart(title: str, curves: Sequence[MetricCurve], run: Run) -> Chart:
@@ -90,7 +73,7 @@ def _chart(title: str, curves: Sequence[MetricCurve], run: Run) -> Chart:
         notes = [Note(first.what), Note(first.healthy, "Healthy")]
     else:
         notes = [Note(f"{row.what} Healthy: {row.healthy}.", row.curve or row.key) for row in (first, *others)]
-    now = f"last {number(curves[0].values[-1])}" if len(curves) == 1 else ""
+    now = f"last {number(curves[0].seeds[0][1][-1])}" if len(curves) == 1 else ""
 
     def paint(axes: Axes) -> None:
         _paint(axes, curves, run)
@@ -112,54 +95,32 @@ def _mark_returns(axes: Axes, run: Run) -> None:
 
 
 def _paint(axes: Axes, curves: Sequence[MetricCurve], run: Run) -> None:
-    row = curves[0].row
-    if [curve.label for curve in curves] == QUANTILES:
-        quantile_bands(axes, curves[0].steps, [curve.values for curve in curves])
-    elif "<layer>" in row.key:
-        _draw_layers(axes, curves)
-    elif row.key == ACCURACY:
-        found = [MetricCurve(task, row, one.steps, one.values) for task, one in run.accuracy().items()]
-        _draw_curves(axes, found, points=True)
+    row, series = curves[0].row, [curve.seeds[0] for curve in curves]
+    if row.key == ACCURACY:
+        tasks = [Curve(task, [(one.steps, one.values)]) for task, one in run.accuracy().items()]
+        draw_curves(axes, tasks, points=True)
         axes.set_ylim(0, 1)
         return
+    if [curve.label for curve in curves] == QUANTILES:
+        quantile_bands(axes, series[0][0], [values for _, values in series])
+    elif "<layer>" in row.key:
+        draw_curves(axes, _layers(axes, curves), log=row.log, top=row.high)
+        digits(axes.yaxis, 4)
     else:
-        _draw_curves(axes, curves)
+        draw_curves(axes, curves, log=row.log, top=row.high)
     if row.bound:
         _draw_bound(axes, row.bound, run)
     if not row.of:  # Otherwise the healthy range is that of a ratio, and the curve shows only its numerator.
         _shade_healthy(axes, row)
 
 
-def _draw_curves(axes: Axes, curves: Sequence[MetricCurve], *, points: bool = False) -> None:
-    """Draws the curves; the row of the first curve determines the scale of the axis."""
-    row = curves[0].row
-    for index, curve in enumerate(curves):
-        color, style = CYCLE[index % len(CYCLE)], STYLES[index % len(STYLES)]
-        marker = "o" if points or len(curve.steps) < 4 else None
-        # On a logarithmic axis the largest value would dominate a trailing mean.
-        drawn = (curve.steps, curve.values)
-        if len(curve.steps) >= AVERAGED_FROM and not row.log:
-            axes.plot(*drawn, color=color, alpha=0.55, linewidth=0.7)
-            drawn = trailing(drawn)
-        axes.plot(*drawn, color=color, linestyle=style, marker=marker, markersize=4, label=curve.label)
-    # A logarithmic axis cannot show a curve that is zero throughout.
-    if row.log and any(curve.values.any() for curve in curves):
-        log_scale_of_any_sign(axes)
-    else:
-        start_at_zero(axes, row.high)
-
-
-def _draw_layers(axes: Axes, curves: Sequence[MetricCurve]) -> None:
-    """Draws a curve for each layer; of more than six layers, five curves and the range over all layers."""
-    shown = curves
-    if len(curves) > len(CYCLE):
-        common = reduce(np.intersect1d, [curve.steps for curve in curves])
-        table = np.stack([curve.values[np.isin(curve.steps, common)] for curve in curves])
-        axes.fill_between(common, table.min(0), table.max(0), color=SKY, alpha=0.3, linewidth=0, label="all layers")
+def _layers(axes: Axes, curves: Sequence[Curve]) -> list[Curve]:
+    """Returns a curve for each layer; of more than six layers, five curves, and draws the range over all layers."""
+    shown = list(curves)
+    if len(curves) > len(CYCLE) and (spread := combine_seeds([curve.seeds[0] for curve in curves])) is not None:
+        axes.fill_between(spread.steps, spread.low, spread.high, color=SKY, alpha=0.3, linewidth=0, label="all layers")
         shown = evenly_spaced(curves, 5)
-    names = [f"layer {curve.label}" if curve.label.isdecimal() else curve.label for curve in shown]
-    _draw_curves(axes, [replace(one, label=name) for name, one in zip(names, shown, strict=True)])
-    digits(axes.yaxis, 4)
+    return [Curve(f"layer {one.label}" if one.label.isdecimal() else one.label, one.seeds) for one in shown]
 
 
 def _draw_bound(axes: Axes, key: str, run: Run) -> None:

@@ -16,6 +16,7 @@ from trimtab.diagnosis.pipeline import examine
 from trimtab.pages.page import (
     Card,
     Cell,
+    Charts,
     Fold,
     Note,
     Page,
@@ -24,20 +25,20 @@ from trimtab.pages.page import (
     Table,
     Tiles,
     Verdict,
-    charts,
     findings_table,
 )
-from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, MetricState, health
+from trimtab.report.health import RULE, HealthVerdict, JudgedMetric, health
 from trimtab.report.run_charts import chart_sections
 from trimtab.report.run_objective import equation_of
 from trimtab.runs import trajectories
 from trimtab.runs.atomic import write_output
 from trimtab.runs.layout import CONFIG, REPORT, TRAJECTORIES, trajectory_files
 from trimtab.runs.metric_catalog import bounds, metric, sections
-from trimtab.runs.reader import EVENT, ResponseText, Run, evenly_spaced, open_table, read_samples
+from trimtab.runs.reader import EVENT, Run, evenly_spaced
 from trimtab.runs.tokenizers import token_texts
 from trimtab.runs.trajectories import Row
 from trimtab.text import beside, duration, flatten, format_value, number, short
+from trimtab.types import Trajectory
 
 STATE_TONES = {"healthy": "good", "outside": "warn", "at times": "plain"}
 TONES = {"healthy": "good", "healthy, but": "mixed", "not healthy": "warn", "not judged": "plain"}
@@ -59,11 +60,7 @@ def _page(run: Run) -> Page:
     no_file = Note(f"This run has no trajectory file (log.trajectories_every = {trajectories_every}).")
     checks = [findings_table(verdict.findings)] if verdict.findings else []
     events = [[str(row["step"]), str(row[EVENT])] for row in run.rows if EVENT in row]
-    episodes = episode_section(run)
-    files = trajectory_files(run.path / TRAJECTORIES)
-    shown = evenly_spaced(list(files), STEPS_SHOWN)
-    samples = [_sample_step(step, files[step], open=step == shown[-1]) for step in shown]
-    last_turn = [Note("Of multi-turn responses, the text of the last turn.")] if episodes else []
+    episodes, samples = _response_parts(run)
     starts = []
     for part in run.starts:  # as names and values; unknown values are left out
         rows = [(name, format_value(value)) for name, value in flatten(part).items() if value is not None]
@@ -91,7 +88,7 @@ def _page(run: Run) -> Page:
             *chart_sections(run),
             Section("Where trainer and sampler differ", _mismatch_views(run) or [no_file]),
             Section("Episodes", episodes),
-            Section("Sampled completions", [*last_turn, *samples] or [no_file]),
+            Section("Sampled completions", samples or [no_file]),
             Section("All metrics", [_metrics_table(run, verdict.metrics)]),
             Section("Where it comes from", starts or [Note("This run has no provenance.json.")]),
             Section("Configuration", [Fold(CONFIG, [Card(code=(run.path / CONFIG).read_text(encoding="utf-8"))])]),
@@ -100,20 +97,14 @@ def _page(run: Run) -> Page:
 
 
 def _outside_ranges(verdict: HealthVerdict) -> list[Part]:
-    """Returns tables of the metrics outside their range, with what to do; "at times" is in a box to open."""
-
-    def table(state: MetricState) -> list[Part]:
-        rows = [
-            [item.key, beside(item.shown, bounds(item.key), number), item.steps, *_catalog_texts(item.key)]
-            for item in verdict.metrics.values()
-            if item.state == state
-        ]
-        heads = ("metric", "where it is furthest out", "outside in", "healthy", "what to do")
-        return [Table(heads, rows, mono=(0,))] if rows else []
-
-    at_times = table("at times")
-    folded = [Fold("Outside at times, nowhere for long", at_times)] if at_times else []
-    return [*table("outside"), *folded]
+    """Returns a table of the metrics outside their range, with what to do."""
+    rows = [
+        [item.key, beside(item.shown, bounds(item.key), number), item.steps, *_catalog_texts(item.key)]
+        for item in verdict.metrics.values()
+        if item.state == "outside"
+    ]
+    heads = ("metric", "where it is furthest out", "outside in", "healthy", "what to do")
+    return [Table(heads, rows, mono=(0,))] if rows else []
 
 
 def _catalog_texts(key: str) -> tuple[str, str]:
@@ -181,7 +172,7 @@ def _mismatch_views(run: Run) -> list[Part]:
     steps = ", ".join(map(str, chosen))
     return [
         Note(f"{read_text(measured.origin)}. trimtab diagnose names causes.", f"Steps {steps}"),
-        *charts(*view_panels(measured)),
+        Charts(*view_panels(measured)),
     ]
 
 
@@ -205,39 +196,52 @@ def _metrics_table(run: Run, judged: Mapping[str, JudgedMetric]) -> Table:
     return Table(heads, rows, numeric=range(1, 6), mono=(0,))
 
 
-def _sample_step(step: int, file: Path, *, open: bool) -> Fold:
-    samples = read_samples(file)
-    groups: dict[int, list[ResponseText]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
+def _response_parts(run: Run) -> tuple[list[Part], list[Part]]:
+    """Returns the sections of episodes and of sampled completions, from evenly spaced trajectory files."""
+    files = trajectory_files(run.path / TRAJECTORIES)
+    shown = evenly_spaced(list(files), STEPS_SHOWN)
+    samples: list[Part] = []
+    responses: list[Row] = []
+    for step in shown:
+        responses = trajectories.read(files[step])
+        samples.append(_sample_step(step, files[step], responses, open=step == shown[-1]))
+    episodes = episode_section(run, shown[-1], responses) if shown else []
+    return episodes, [*([Note("Of multi-turn responses, the text of the last turn.")] if episodes else []), *samples]
+
+
+def _sample_step(step: int, file: Path, responses: Sequence[Row], *, open: bool) -> Fold:
+    groups: dict[int, list[Trajectory]] = {}
+    for row in responses:
+        groups.setdefault(row.trajectory.group, []).append(row.trajectory)
     parts = [part for group in list(groups.values())[:GROUPS_SHOWN] for part in _group(group)]
     hidden = f"; {len(groups) - GROUPS_SHOWN} more prompts are in {file.name}" if len(groups) > GROUPS_SHOWN else ""
-    return Fold(f"Step {step}: mean reward {_mean(samples)} over {len(samples)} samples{hidden}", parts, open)
+    mean = _mean([row.trajectory for row in responses])
+    return Fold(f"Step {step}: mean reward {mean} over {len(responses)} samples{hidden}", parts, open)
 
 
-def _group(samples: Sequence[ResponseText]) -> list[Part]:
+def _group(samples: Sequence[Trajectory]) -> list[Part]:
     """Returns the prompt of a group and up to four of its samples, from the highest reward to the lowest."""
-    first = samples[0]
+    prompt = samples[0].prompt
     # The last line of a few-shot prompt is often "Answer:"; the question is in the line before.
-    *before, end = first.prompt.strip().splitlines() or [""]
+    *before, end = prompt.text.strip().splitlines() or [""]
     line = end if len(end) > 12 else " ".join([*before[-1:], end])
     shown = evenly_spaced(sorted(samples, key=lambda sample: -sample.reward), SAMPLES_SHOWN)
-    answer = f", gold answer {first.answer}" if first.answer else ""
+    answer = f", gold answer {prompt.problem.answer}" if prompt.problem.answer else ""
     return [
         Note(f"{len(shown)} of {len(samples)} samples, mean reward {_mean(samples)}{answer}"),
-        Fold(f"prompt: {line[-120:]}", [text_block(first.prompt)]),
+        Fold(f"prompt: {line[-120:]}", [text_block(prompt.text)]),
         *(_sample_text(sample) for sample in shown),
     ]
 
 
-def _sample_text(sample: ResponseText) -> Markup:
+def _sample_text(sample: Trajectory) -> Markup:
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
     facts = [parts] if len(sample.rewards) > 1 else []
-    facts += ["cut by the length limit"] if sample.finish == "length" else []
-    return sample_block(sample.reward, "; ".join(facts), text_block(sample.text or "(empty)"))
+    facts += ["cut by the length limit"] if sample.completion.finish_reason == "length" else []
+    return sample_block(sample.reward, "; ".join(facts), text_block(sample.completion.text or "(empty)"))
 
 
-def _mean(samples: Sequence[ResponseText]) -> str:
+def _mean(samples: Sequence[Trajectory]) -> str:
     return f"{np.mean([sample.reward for sample in samples]):.3f}" if samples else "–"
 
 
@@ -248,14 +252,11 @@ def text_block(text: str) -> Markup:
     return Markup('<pre class="text">{}</pre>').format(shown)
 
 
-def episode_section(run: Run) -> list[Part]:
-    """Returns the section of episodes, from the last trajectory file; empty if it has no multi-turn responses.
-
-    Raises `TrimtabError` if the file is damaged.
-    """
-    step, rows = _last_episodes(run.path)
-    if not rows:
+def episode_section(run: Run, step: int, responses: Sequence[Row]) -> list[Part]:
+    """Returns the section of episodes, from the responses of the last step; empty if these have a single turn."""
+    if all(row.trajectory.completion.loss_mask is None for row in responses):
         return []
+    rows = [row for row in responses if not row.trajectory.off_policy]
     shown = evenly_spaced(sorted(rows, key=lambda row: -row.trajectory.reward), EPISODES_SHOWN)
     texts, reason = token_texts(run.path, {int(id_) for row in shown for id_ in row.trajectory.completion.response_ids})
     ratios = np.abs(np.concatenate([log_ratio(row) for row in shown]))
@@ -268,18 +269,6 @@ def episode_section(run: Run) -> list[Part]:
         ),
         *(_episode(row, texts, full) for row in shown),
     ]
-
-
-def _last_episodes(path: Path) -> tuple[int, list[Row]]:
-    """Returns the last step with a trajectory file, and its responses if they are multi-turn."""
-    files = trajectory_files(path / TRAJECTORIES)
-    if not files:
-        return 0, []
-    step, file = list(files.items())[-1]
-    with open_table(file) as parquet:
-        if "turn" not in parquet.schema_arrow.names:
-            return step, []
-    return step, [row for row in trajectories.read(file) if not row.trajectory.off_policy]
 
 
 def log_ratio(row: Row) -> np.ndarray:

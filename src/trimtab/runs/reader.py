@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError, neighbors
-from trimtab.files import open_parquet, parse_toml, regular_file
+from trimtab.files import parse_toml, regular_file
 from trimtab.runs.directory import parse_metrics
 from trimtab.runs.layout import CONFIG, METRICS
 from trimtab.runs.provenance import read_starts
@@ -29,9 +26,6 @@ EVENT, RETURNS = "guard/event", "guard/returns"
 CONTINUES_FROM = "guard/continues_from"
 """Metric of the first step after a guard's return: the step of the restored policy. Steps between are discarded."""
 CLIPS = ("clip/low", "clip/high", "clip/dual", "clip/second_moment")
-# Columns shown with a completion. The optional ones are present in files written by training.
-_REQUIRED_COLUMNS = ("group", "reward")
-_SAMPLE_COLUMNS = ("group", "reward", "prompt_id", "prompt_text", "text", "finish", "rewards", "answer")
 
 
 class Return(NamedTuple):
@@ -147,19 +141,6 @@ class Accuracy:
         return float(self.values[-1]) if len(self.steps) and self.steps[-1] > 0 else None
 
 
-@dataclass(frozen=True)
-class ResponseText:
-    """One trajectory for display. `text` is model output and therefore untrusted."""
-
-    group: int
-    reward: float
-    prompt: str
-    text: str
-    answer: str = ""
-    finish: str = ""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-
-
 def read_run(path: Path) -> Run:
     """Reads a run directory. An incomplete last line of metrics.jsonl (a running or killed run) is left out."""
     if not path.is_dir():
@@ -189,39 +170,6 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     if len(items) <= count:
         return list(items)
     return [items[index] for index in np.linspace(0, len(items) - 1, count).round().astype(int)]
-
-
-@contextmanager
-def open_table(file: Path, remedy: str = "delete it and write the report again") -> Iterator[pq.ParquetFile]:
-    """Opens a parquet file for the block. Raises `TrimtabError` with the remedy if it is missing or damaged."""
-    try:
-        with open_parquet(file) as parquet:
-            yield parquet
-    except (pa.ArrowException, OSError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise TrimtabError(f"{file} is damaged or missing ({reason}): {remedy}") from None
-
-
-def read_samples(file: Path) -> list[ResponseText]:
-    """Reads the trajectories of one file with their texts."""
-    with open_table(file) as parquet:
-        present = set(parquet.schema_arrow.names)
-        missing = [name for name in _REQUIRED_COLUMNS if name not in present]
-        if missing:
-            raise TrimtabError(f"{file} has no column {missing[0]!r}: it is not a trajectory file, move it elsewhere")
-        table = parquet.read([name for name in _SAMPLE_COLUMNS if name in present])
-    return [
-        ResponseText(
-            group=row["group"],
-            reward=row["reward"],
-            prompt=row.get("prompt_text") or row.get("prompt_id") or "",
-            text=row.get("text") or "",
-            answer=row.get("answer") or "",
-            finish=row.get("finish") or "",
-            rewards=dict(row.get("rewards") or ()),
-        )
-        for row in table.to_pylist()
-    ]
 
 
 def _read_bytes(file: Path) -> bytes:

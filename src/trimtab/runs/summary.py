@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import TrimtabError
+from trimtab.files import open_parquet
 from trimtab.runs import atomic
-from trimtab.runs.reader import Run, open_table
+from trimtab.runs.reader import Run
 
 Status = Literal["done", "diverged", "failed"]
 
@@ -138,8 +139,14 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     Raises `TrimtabError` when the file is missing, damaged, of another kind, or has no rows.
     """
     file = path / TABLE if path.is_dir() else path
-    with open_table(file, f"`trimtab compare --out {path}` writes it") as parquet:
-        table = parquet.read()
+    try:
+        with open_parquet(file) as parquet:
+            table = parquet.read()
+    except (pa.ArrowException, OSError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise TrimtabError(
+            f"{file} is damaged or missing ({reason}): `trimtab compare --out {path}` writes it"
+        ) from None
     missing = [name for name in _REQUIRED if name not in table.schema.names]
     if missing:
         raise TrimtabError(f"{file} has no column {missing[0]!r}: name the folder of a `trimtab compare`")

@@ -24,7 +24,6 @@ from trimtab.pages.page import (
     Table,
     Tiles,
     Verdict,
-    charts,
     findings_table,
 )
 from trimtab.text import UNPRINTABLE
@@ -36,7 +35,7 @@ PARTS: list[Part] = [
     Note(EVIL, EVIL, "warn"),
     Tiles([(EVIL, EVIL, EVIL)]),
     Charts([Chart(EVIL, Markup("<svg></svg>"), [Note(EVIL)], EVIL)]),
-    *charts([], [EVIL]),
+    Charts([], [EVIL]),
     Table([EVIL], [[EVIL]], EVIL, EVIL, numeric=[0], best=0),
     Table([], [[Cell(EVIL, EVIL, hint=EVIL, shade="red", mark=EVIL, strong=True)]], mono=[0]),
     Table([], [[Cell(EVIL, tone="good"), Cell(EVIL, share=0.5), Cell(EVIL, link=f"./{EVIL}")]]),

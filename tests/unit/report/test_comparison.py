@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.support.fake_run import relog
 
-from trimtab.report.comparison import as_data, compare, held_out, write_page
-from trimtab.report.comparison_figures import draw_panels
+from trimtab.report.comparison import as_data, compare, list_accuracies, write_page
 from trimtab.report.groups import find_runs
+from trimtab.report.step_curves import draw_panels
 
 pytestmark = pytest.mark.e2e
 
@@ -38,7 +38,7 @@ def test_the_table_has_means_intervals_and_the_best(page: str) -> None:
     cells = re.findall(r'<td class="num">(.*?)</td>', page, re.DOTALL)
     assert any(re.fullmatch(r"<bdi>0.380</bdi>\s*<br><span [^>]*>\[0.190, 0.570\]</span>", cell) for cell in cells)
     assert "<strong>0.760</strong>" in cells
-    assert "with 3 seeds range of 3 seeds." in page
+    assert "or the range of fewer than 5 seeds." in page
 
 
 def test_curves_equations_and_differences_are_there(page: str) -> None:
@@ -56,7 +56,7 @@ def test_curves_equations_and_differences_are_there(page: str) -> None:
 
 def test_the_data_for_programs(grid: Path) -> None:
     comparison = compare(find_runs(grid))
-    assert held_out(comparison.groups) == {
+    assert list_accuracies(comparison.groups) == {
         "dapo, held-out accuracy after": "0.190  0.380  0.570  (mean 0.380)",
         "token-tis, held-out accuracy after": "0.760  0.760  0.760  (mean 0.760)",
     }
@@ -109,7 +109,7 @@ def test_a_run_that_measured_nothing_but_its_steps(make_run: Callable[..., Path]
     comparison = compare([run])
     page = write_page(comparison, tmp_path / "report.html").read_text()
     assert 'role="img"' not in page
-    assert held_out(comparison.groups) == {"token-tis, held-out accuracy after": "not measured"}
+    assert list_accuracies(comparison.groups) == {"token-tis, held-out accuracy after": "not measured"}
 
 
 def test_hostile_names_are_text(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from markupsafe import Markup
 from tests.support.trajectories import multi_turn, trajectory
 
+from trimtab.pages.page import Part
 from trimtab.report import run_report as module
 from trimtab.report.run_report import episode_section, write_report
 from trimtab.runs import trajectories
@@ -40,7 +41,11 @@ def save(run: Path, rows: list[Row], step: int = 3) -> Path:
 
 def responses(run: Path) -> list[str]:
     """The HTML of each response of the section."""
-    return [str(part) for part in episode_section(read_run(run)) if isinstance(part, Markup)]
+    return [str(part) for part in section(run) if isinstance(part, Markup)]
+
+
+def section(run: Path) -> list[Part]:
+    return episode_section(read_run(run), 3, trajectories.read(run / "trajectories" / "step-000003.parquet"))
 
 
 def test_parts_of_a_response_and_their_shades(run: Path) -> None:
@@ -50,7 +55,7 @@ def test_parts_of_a_response_and_their_shades(run: Path) -> None:
     # The run has no tokenizer: ids are shown.
     assert shaded == [("more", "100", "97"), ("less", "51", "98"), ("less", "0", "99")]
     assert re.findall(r'<span class="result">([\d ]+)</span>', text) == ["46 46 "]
-    assert "only ids are shown" in episode_section(read_run(run))[0].text
+    assert "only ids are shown" in section(run)[0].text
 
 
 def test_responses_are_shown_from_the_highest_reward_to_the_lowest(run: Path) -> None:
@@ -70,9 +75,8 @@ def test_a_void_response_is_named_as_masked_and_a_long_one_is_cut(run: Path, mon
 
 
 def test_a_run_without_results_has_no_section(run: Path) -> None:
-    assert episode_section(read_run(run)) == []
     plain = Row(trajectory(0, [1, 2]), logp_current=np.zeros(2, dtype=np.float32), advantage=0.0)
-    assert episode_section(read_run(save(run, [plain]))) == []
+    assert section(save(run, [plain])) == []
 
 
 def test_signs_and_tabs_that_a_model_wrote_stay(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from markdown_it import MarkdownIt
 
 from trimtab.errors import TrimtabError
 from trimtab.report.experiment_page import (
-    accuracy_figure,
-    cell_text,
-    legend,
-    markdown,
-    summarize,
+    describe_marks,
+    draw_accuracy,
+    format_cell,
+    format_markdown,
+    rank_methods,
     write_accuracy_figure,
     write_experiment_page,
 )
@@ -42,12 +42,12 @@ ROWS = [
 
 
 def test_means_ranks_and_collapses_by_hand() -> None:
-    grid = summarize(ROWS)
+    grid = rank_methods(ROWS)
     good, even, bad, gone = (grid.scores[name, "hard"] for name in ("good", "even", "bad", "gone"))
     assert [score.accuracy.mean for score in (good, even, bad, gone)] == pytest.approx([0.85, 0.825, 0.2, 0.1])
     assert [score.rank for score in (good, even, bad, gone)] == [1, 2, 3, 4]
     # Below half of .5: one of two; then .2 and the diverged run, which counts as 0.
-    assert [(score.collapsed, score.collapsed_mostly) for score in (bad, gone)] == [(1, False), (2, True)]
+    assert [(score.collapsed, "†" in score.rank_text) for score in (bad, gone)] == [(1, False), (2, True)]
     assert (gone.diverged, gone.values) == (1, (0.2, 0.0))
     assert grid.before == 0.5
     assert grid.refused == {("even", "easy"): "no room"}
@@ -56,22 +56,22 @@ def test_means_ranks_and_collapses_by_hand() -> None:
 
 def test_few_seeds_have_a_range_and_five_an_interval_of_the_mean() -> None:
     """Two seeds were given a "95% bootstrap interval" of [.804, .896]."""
-    few = summarize(ROWS)
+    few = rank_methods(ROWS)
     assert (few.scores["good", "hard"].accuracy.low, few.scores["good", "hard"].accuracy.high) == (0.8, 0.9)
-    assert "mean over seeds [range of 2 seeds], #rank" in legend(few)
-    many = summarize([row("a", "r", seed, value) for seed, value in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))])
-    assert "[95% interval of the mean (Student's t)]" in legend(many)
-    assert "[" not in legend(summarize([row("a", "r", 0, 0.5)]))
+    assert "mean over seeds [range of 2 seeds], #rank" in describe_marks(few)
+    many = rank_methods([row("a", "r", seed, value) for seed, value in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))])
+    assert "[95% interval of the mean (Student's t)]" in describe_marks(many)
+    assert "[" not in describe_marks(rank_methods([row("a", "r", 0, 0.5)]))
 
 
 def test_the_best_is_tied_with_those_that_its_seeds_do_not_separate() -> None:
-    grid = summarize(ROWS)
+    grid = rank_methods(ROWS)
     # good - even is -.05 and .1 by seed; good - bad is .7 and .6.
     assert grid.scores["even", "hard"].behind.mean == pytest.approx(0.025)
     assert grid.scores["bad", "hard"].behind.low == pytest.approx(0.6)
     assert [grid.scores[name, "hard"].is_best for name in ("good", "even", "bad")] == [True] * 3, "two seeds"
     third = [row(name, "hard", 2, value) for name, value in (("good", 0.85), ("even", 0.8), ("bad", 0.2))]
-    grid = summarize([*ROWS, *third])
+    grid = rank_methods([*ROWS, *third])
     assert [grid.scores[name, "hard"].is_best for name in ("good", "even", "bad")] == [True, True, False]
 
 
@@ -80,28 +80,30 @@ def test_the_lead_that_would_be_seen_is_said() -> None:
     first = [0.9, 0.8, 0.85, 0.9, 0.9]
     second = [value - 0.01 * (seed + 1) for seed, value in enumerate(first)]
     pairs = zip("ab", (first, second), strict=True)
-    grid = summarize([row(name, "r", seed, value) for name, values in pairs for seed, value in enumerate(values)])
+    grid = rank_methods([row(name, "r", seed, value) for name, values in pairs for seed, value in enumerate(values)])
     assert not grid.scores["b", "r"].is_best
     # (t(4) at 5 % + at 80 %) * .015811 / sqrt(5)
     assert grid.scores["b", "r"].detectable == pytest.approx((2.131847 + 0.940965) * 0.0158114 / 5**0.5, abs=1e-5)
-    assert "seen with 80%: r 0.022 (from 0.022 to 0.022)." in legend(grid)
-    assert "seen with" not in legend(summarize(ROWS))
+    assert "seen with 80%: r 0.022 (from 0.022 to 0.022)." in describe_marks(grid)
+    assert "seen with" not in describe_marks(rank_methods(ROWS))
 
 
 def test_the_table_in_markdown() -> None:
-    grid = summarize(ROWS)
-    lines = markdown(grid).splitlines()
+    grid = rank_methods(ROWS)
+    lines = format_markdown(grid).splitlines()
     assert lines[0] == "| method | hard | easy |"
     assert lines[2] == "| `good` | 0.850 [0.800, 0.900] #1 | 0.700 #1 |"
     assert lines[3].startswith("| `even` | 0.825 ")
     assert lines[3].endswith("#2= | – |")
-    assert cell_text(grid, "gone", "hard").endswith("#4= †"), "two seeds separate nothing"
+    assert format_cell(grid, "gone", "hard").endswith("#4= †"), "two seeds separate nothing"
 
 
 def test_the_name_of_a_method_stays_in_its_cell() -> None:
     name = "a|b`c``d\n| e |"
-    grid = summarize([row(name, "r|<b>", seed, 0.9) for seed in (0, 1)])
-    inner = [token.children or [] for token in MarkdownIt().enable("table").parse(markdown(grid)) if token.children]
+    grid = rank_methods([row(name, "r|<b>", seed, 0.9) for seed in (0, 1)])
+    inner = [
+        token.children or [] for token in MarkdownIt().enable("table").parse(format_markdown(grid)) if token.children
+    ]
     assert [[token.content for token in cell if token.content] for cell in inner] == [
         ["method"],
         ["r|<b>"],
@@ -118,7 +120,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_the_page_shows_what_the_file_holds_and_escapes_it(tmp_path: Path) -> None:
     rows = [*ROWS, row("<script>", "hard", 0, 0.4), row("<script>", "hard", 1, 0.4)]
     page = write_experiment_page(
-        summarize(read_table(written(tmp_path, rows))), tmp_path / "report.html", notes=["<b>note</b>"]
+        rank_methods(read_table(written(tmp_path, rows))), tmp_path / "report.html", notes=["<b>note</b>"]
     ).read_text()
     assert "<script>" not in page
     assert "&lt;b&gt;note" in page
@@ -142,8 +144,9 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
 
 
 def test_the_figure_of_a_comparison_has_a_dot_for_each_seed_and_is_written_for_a_paper(tmp_path: Path) -> None:
-    grid = summarize(ROWS)
-    figure = accuracy_figure(grid, ["bad", "gone", "good"])
+    order = ("bad", "gone", "good")
+    grid = rank_methods(sorted((row for row in ROWS if row["method"] in order), key=lambda row: row["method"]))
+    figure = draw_accuracy(grid)
     hard, easy = figure.axes
     start, *pairs = hard.lines
     assert np.asarray(start.get_xdata()).tolist() == [0.5, 0.5]
@@ -157,9 +160,9 @@ def test_the_figure_of_a_comparison_has_a_dot_for_each_seed_and_is_written_for_a
         ([pytest.approx(0.85)], [2]),
     ]
     assert len(easy.lines) == 3, "a failed run has no dot"
-    written = write_accuracy_figure(grid, grid.methods, tmp_path / "a" / "accuracy")
+    written = write_accuracy_figure(grid, tmp_path / "a" / "accuracy")
     assert [path.name for path in written] == ["accuracy.png", "accuracy.svg"]
-    again = write_accuracy_figure(grid, grid.methods, tmp_path / "b" / "accuracy")
+    again = write_accuracy_figure(grid, tmp_path / "b" / "accuracy")
     assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
     text = written[1].read_text()
     assert "currentColor" not in text

@@ -8,35 +8,36 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trimtab.pages import charts
 from trimtab.report import run_charts
-from trimtab.report.run_charts import MetricCurve, chart_sections
+from trimtab.report.run_charts import chart_sections
+from trimtab.report.step_curves import Curve, draw_curves
 from trimtab.runs.metric_catalog import Metric
 from trimtab.runs.reader import Run
 from trimtab.text import number, short
 
 
-def _curve(values: list[float], *, log: bool = False, high: float | None = None) -> MetricCurve:
-    row = Metric("a", "", "", "", "", "", high=high, log=log)
-    return MetricCurve("a", row, np.arange(1, len(values) + 1, dtype=float), np.array(values))
+def _draw(axes: Axes, values: list[float], *, log: bool = False, top: float | None = None) -> None:
+    draw_curves(axes, [Curve("a", [(np.arange(1, len(values) + 1, dtype=float), np.array(values))])], log=log, top=top)
 
 
 def test_what_happens_at_a_step_is_drawn_there() -> None:
     """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
     axes = Figure().add_subplot()
-    run_charts._draw_curves(axes, [_curve([0.5] * 200 + [0.0] * 200)])
+    _draw(axes, [0.5] * 200 + [0.0] * 200)
     assert np.asarray(axes.lines[1].get_ydata())[:200] == pytest.approx(0.5)
     axes = Figure().add_subplot()
-    run_charts._draw_curves(axes, [_curve([1.0] * 200 + [1e-13] + [1.0] * 199, log=True)])
+    _draw(axes, [1.0] * 200 + [1e-13] + [1.0] * 199, log=True)
     (line,) = axes.lines
     assert np.asarray(line.get_ydata())[200] == 1e-13
 
 
 def test_returns_are_marked_without_changing_the_axis() -> None:
     axes = Figure().add_subplot()
-    run_charts._draw_curves(axes, [_curve([0.2] * 40)])
+    _draw(axes, [0.2] * 40)
     limits = axes.get_ylim()
     starts = {21: 10, 26: 10, 36: 28}
     rows = [
@@ -52,7 +53,7 @@ def test_returns_are_marked_without_changing_the_axis() -> None:
 
 def test_a_curve_lying_on_zero_is_seen() -> None:
     axes = Figure().add_subplot()
-    run_charts._draw_curves(axes, [_curve([0.0, 0.0, 0.0], log=True, high=0.2)])
+    _draw(axes, [0.0, 0.0, 0.0], log=True, top=0.2)
     low, high = axes.get_ylim()
     assert low < 0 < high == pytest.approx(0.216)
     assert axes.get_yscale() == "linear", "a logarithmic axis has no place for zeros"
@@ -97,7 +98,7 @@ def test_a_negative_estimate_is_drawn_below_zero() -> None:
     """chi2 of a few tokens may be negative; the page showed its magnitude."""
     axes = Figure().add_subplot()
     values = [1e-3, -2e-4, 30.0, -1e-2, 0.0]
-    run_charts._draw_curves(axes, [_curve(values, log=True)])
+    _draw(axes, values, log=True)
     (line,) = axes.lines
     assert np.asarray(line.get_ydata()).tolist() == values
     assert axes.get_yscale() == "symlog"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.report.groups import cautions, group_runs
+from trimtab.report.groups import group_runs, list_cautions
 from trimtab.report.run_report import write_report
 from trimtab.runs.provenance import read_starts
 from trimtab.runs.reader import read_run
@@ -53,5 +53,5 @@ def test_a_comparison_warns_of_different_machines(make_run: Callable[..., Path],
     for starts, warned in (((START, START), False), ((START, other), True)):
         for run, start in zip(runs, starts, strict=True):
             (run / "provenance.json").write_text(json.dumps([start]))
-        result = cautions(group_runs(runs)[0])
+        result = list_cautions(group_runs(runs)[0])
         assert any("different versions, commits or hardware" in line for line in result) == warned

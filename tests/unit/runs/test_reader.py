@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from trimtab.errors import TrimtabError
-from trimtab.runs.layout import TRAJECTORIES, trajectory_files
-from trimtab.runs.reader import Return, Run, read_run, read_samples
+from trimtab.runs.reader import Return, Run, read_run
 
 
 def _metrics(run: Path, *rows: dict[str, object]) -> None:
@@ -54,26 +51,6 @@ def test_an_accuracy_that_did_not_change_in_the_first_step(
     assert (result.before, result.after) == (0.25, after)
 
 
-def test_samples_come_back_as_written(run: Path) -> None:
-    steps = trajectory_files(run / TRAJECTORIES)
-    assert list(steps) == [4, 8, 12]
-    samples = read_samples(steps[8])
-    assert len(samples) == 48
-    assert {sample.group for sample in samples} == set(range(800, 806))
-    right = [sample for sample in samples if sample.reward == 1.0]
-    assert right
-    assert all(sample.text.strip() == sample.answer for sample in right)
-
-
-def test_a_trajectory_file_of_another_writer_needs_no_texts_but_rewards(tmp_path: Path) -> None:
-    path = tmp_path / "other.parquet"
-    pq.write_table(pa.table({"group": [3], "reward": [0.5], "prompt_id": ["p1"]}), path)
-    assert read_samples(path)[0].prompt == "p1"
-    pq.write_table(pa.table({"group": [3]}), path)
-    with pytest.raises(TrimtabError, match="no column 'reward'"):
-        read_samples(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -96,15 +73,6 @@ def test_damage_is_named_in_one_line(run: Path, name: str, content: str | None, 
     assert words in str(error.value)
     with pytest.raises(TrimtabError, match=r"no run directory .*absent"):
         read_run(run / "absent")
-
-
-@pytest.mark.parametrize("content", [b"", b"not a parquet file", None])
-def test_a_damaged_trajectory_file_is_named(run: Path, content: bytes | None) -> None:
-    file = run / "trajectories" / "step-000008.parquet"
-    file.write_bytes(file.read_bytes()[:-40] if content is None else content)
-    with pytest.raises(TrimtabError, match=r"step-000008\.parquet is damaged") as error:
-        read_samples(file)
-    assert "\n" not in str(error.value)
 
 
 def returning(*returns: tuple[int, int]) -> Run:

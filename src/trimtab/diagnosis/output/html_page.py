@@ -17,7 +17,7 @@ from trimtab.diagnosis.hotspots import shares
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.records import Cause, read_table
-from trimtab.pages.page import Card, Cell, Note, Page, Part, Section, Table, Tiles, Verdict, charts, findings_table
+from trimtab.pages.page import Card, Cell, Charts, Note, Page, Part, Section, Table, Tiles, Verdict, findings_table
 from trimtab.runs.atomic import write_output
 from trimtab.text import format_number, format_percent, format_signed
 
@@ -104,7 +104,7 @@ def _size(diagnosis: Diagnosis) -> Section:
         Note(f"{text}.", "Mean ratio", tone),
         Note(f"{marked}.", "Figures"),
         *([Note(f"{size.floor_note}.", "Storage")] if size.floor_note else []),
-        *charts(*size_panels(diagnosis.measured)),
+        Charts(*size_panels(diagnosis.measured)),
         Table(("figure", "value", "95% interval", "healthy"), rows, "All figures"),
     ]
     return Section("How large it is", parts)
@@ -127,7 +127,7 @@ def _where(diagnosis: Diagnosis) -> Section:
         Note(f"{diagnosis.answer.where}.", "Mismatch"),
         Note(f"{diagnosis.answer.split}.", "Drift"),
         *(Note(view.note, view.name) for view in views),
-        *charts(shown, absent),
+        Charts(shown, absent),
         *([table] if tokens else []),
     ]
     return Section("Where it is", parts)

@@ -11,7 +11,7 @@ from pathlib import Path
 from trimtab.errors import TrimtabError
 from trimtab.objectives.lookup import split_name
 from trimtab.trainer.config import Config, load_config, parse_override, split_overrides
-from trimtab.trainer.lab.regimes import LEARNING_RATE, RECIPE, UPDATES, Regime
+from trimtab.trainer.lab.regimes import RECIPE, Regime
 from trimtab.trainer.run import build_parts
 
 METHODS = (
@@ -36,9 +36,6 @@ SEEDS = 5
 REAL_RECIPE = "quickstart"
 LONG_RECIPE = "laboratory-long"
 OWN_RECIPES = ("laboratory-tools", LONG_RECIPE)  # recipes with the name of their model
-# The budget of a regime, tuned for the recipe `laboratory`. It is scaled for `laboratory-long`; other models ignore it
-# and use the values of their recipe.
-BUDGET_KEYS = ("trainer.steps", "optim.lr")
 WARM_STARTS = 3  # `laboratory-long` has this many warm-started models; the seed of a run selects one
 EVALUATIONS = 5
 FOLDER_LENGTH = 120  # characters; file systems allow 255 bytes
@@ -168,7 +165,7 @@ def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
     assert config.compare is not None
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     data["trainer"]["max_idle_steps"] = 0  # a collapsing method is a result, not an error
-    regime = Regime("recipe", config.description, {})
+    regime = Regime(config.description, name="recipe")
     runs = []
     for objective in config.compare.objectives:
         other = [] if objective == config.objective.name else [f"objective.name={objective}"]
@@ -211,16 +208,12 @@ def _recipe_of(model: str | None) -> str:
     return RECIPE if model is None or model.startswith(RECIPE) else REAL_RECIPE
 
 
-def _regime_settings(regime: Regime, recipe: str) -> tuple[str, ...]:
-    if recipe == RECIPE:
-        return regime.settings
-    settings = tuple(f"{key}={value}" for key, value in regime.overrides.items() if key not in BUDGET_KEYS)
-    if recipe != LONG_RECIPE:
-        return settings
+def _regime_settings(regime: Regime, recipe: str) -> Sequence[str]:
+    """Returns the settings of a regime. Its budget is for the laboratory; other models keep that of their recipe."""
+    if recipe not in (RECIPE, LONG_RECIPE):
+        return [f"{key}={value}" for key, value in regime.changes.items()]
     own = load_config(recipe)
-    steps = -(-int(regime.overrides.get("trainer.steps", UPDATES)) * own.trainer.steps // UPDATES)
-    rate = own.optim.lr * float(regime.overrides.get("optim.lr", LEARNING_RATE)) / LEARNING_RATE
-    return (*settings, f"trainer.steps={steps}", f"optim.lr={rate:.3g}")
+    return regime.settings(own.trainer.steps, own.optim.lr)
 
 
 def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | None) -> None:
@@ -231,10 +224,10 @@ def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | Non
         if key in _EXPERIMENT_KEYS or key.startswith("compare"):
             option = _EXPERIMENT_KEYS.get(key, "--methods")
             raise TrimtabError(f"--set {change}: {key} belongs to the experiment, use {option}")
-        owner = next((r.name for r in regimes if key in r.overrides and key not in BUDGET_KEYS), None)
+        owner = next((r.name for r in regimes if key in r.changes), None)
         if owner is not None:
             raise TrimtabError(f"--set {change}: {key} is set by regime {owner!r}; choose another regime")
-    owner = next((r.name for r in regimes if "model.path" in r.overrides), None)
+    owner = next((r.name for r in regimes if "model.path" in r.changes), None)
     if model is not None and owner is not None:
         raise TrimtabError(f"--model {model}: regime {owner!r} has its own model; leave one of them out")
 

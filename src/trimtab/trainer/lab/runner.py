@@ -125,23 +125,16 @@ class _Worker:
 
     process: WorkerProcess
     run: str = ""
-    failure: str = ""
 
     def begin(self, run: str, recipes: Mapping[str, Config], keep: bool) -> None:
-        self.run, self.failure = run, ""
-        try:
-            if self.process.process.poll() is not None:
-                self.process = _start_process()
-        except OSError as error:
-            self.failure = f"its process could not be started ({error})"
-            return
+        self.run = run
+        if self.process.process.poll() is not None:
+            self.process = _start_process()
         with suppress(OSError):  # the process has ended: `news` reports that
             self.process.send((recipes[run], keep, provenance.command()))
 
     def news(self) -> int | RunSummary | None:
         """Returns the number of a finished step, the result of the run, or None if there is nothing new."""
-        if self.failure:
-            return RunSummary("failed", self.failure)
         try:
             message = self.process.receive(timeout=0)
         except (EOFError, OSError):

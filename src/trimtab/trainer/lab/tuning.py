@@ -91,7 +91,7 @@ class Choice:
         return "published" if self.spec == self.method else " ".join(keywords)
 
 
-def candidates(method: Method, rate: float) -> tuple[str, ...]:
+def list_candidates(method: Method, rate: float) -> tuple[str, ...]:
     """Returns `BUDGET` settings of a method as specs, the published first; `rate` is the published learning rate."""
     if any(parse_override(change)[0] == "optim.lr" for change in method.overrides):
         raise TrimtabError(f"method {method.spec!r}: --tune chooses optim.lr; leave it out")
@@ -117,7 +117,7 @@ def plan_tuning(published: ExperimentPlan, seeds: int) -> Candidates:
     for run in published.runs:
         if (run.method.spec, run.regime.name) in specs:  # another seed
             continue
-        chosen = candidates(run.method, run.config.optim.lr)
+        chosen = list_candidates(run.method, run.config.optim.lr)
         skip = run.config.eval.skip + run.config.eval.problems
         sets = [*published.sets, f"eval.skip={skip}", "eval.every=0"]
         specs[run.method.spec, run.regime.name] = chosen

@@ -200,32 +200,27 @@ def test_an_objective_of_parts_is_compared_with_presets() -> None:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_every_regime_is_a_recipe_that_differs_from_on_policy_by_its_mechanism(name: str) -> None:
-    config = load_config(RECIPE, regime(name).settings)
-    plain = load_config(RECIPE, regime("on-policy").settings)
+    config = load_config(RECIPE, regime(name).settings())
+    plain = load_config(RECIPE, regime("on-policy").settings())
     assert (config == plain) == (name == "on-policy")
     assert config.trainer.steps * config.trainer.minibatches * config.trainer.epochs >= 80
 
 
 def test_updates_are_what_a_batch_makes_of_the_steps() -> None:
-    assert regime("reuse-16").overrides == {
-        "trainer.minibatches": 4,
-        "trainer.epochs": 4,
-        "trainer.steps": 16,
-        "optim.lr": 1e-4,
-    }
-    assert regime("reuse-4").overrides["trainer.steps"] == 64
+    assert regime("reuse-16").settings() == (
+        "trainer.minibatches=4",
+        "trainer.epochs=4",
+        "trainer.steps=16",
+        "optim.lr=0.0001",
+    )
+    assert "trainer.steps=64" in regime("reuse-4").settings()
 
 
 def test_a_mixture_has_both_mechanisms_the_longer_budget_and_the_lower_rate() -> None:
     mixed = regime("int3+stale-32")
-    assert mixed.overrides == {
-        "engine.quantize": "int3",
-        "trainer.sync_every": 32,
-        "trainer.steps": 128,
-        "optim.lr": 5e-5,
-    }
+    assert mixed.settings() == ("engine.quantize=int3", "trainer.sync_every=32", "trainer.steps=128", "optim.lr=5e-05")
     assert mixed.name == "int3+stale-32"
-    assert regime("stale-32+int3").overrides == mixed.overrides
+    assert set(regime("stale-32+int3").settings()) == set(mixed.settings())
 
 
 @pytest.mark.parametrize(
@@ -250,8 +245,7 @@ def test_two_parts_of_different_kinds_always_add_up() -> None:
     kinds = {name: frozenset(part.changes) for name, part in PARTS.items()}
     for first, second in itertools.combinations(kinds, 2):
         if not kinds[first] & kinds[second]:
-            mixed = regime(f"{first}+{second}").overrides
-            assert set(mixed) == kinds[first] | kinds[second] | {"trainer.steps", "optim.lr"}
+            assert set(regime(f"{first}+{second}").changes) == kinds[first] | kinds[second]
 
 
 def results(candidates: tuning.Candidates, accuracies: dict[str, list[float]]) -> dict[str, RunSummary]:
@@ -266,7 +260,7 @@ def results(candidates: tuning.Candidates, accuracies: dict[str, list[float]]) -
 def test_every_method_has_as_many_settings_as_any_other_and_the_published_one_is_first() -> None:
     assert set(tuning.OTHER_BOUND) <= set(objectives())
     for name in [*objectives(), "icepop:weight_max=3", "tests.unit.objectives.own_rule:dppo"]:
-        settings = tuning.candidates(parse_method(name), 1e-4)
+        settings = tuning.list_candidates(parse_method(name), 1e-4)
         assert len({*settings}) == len(settings) == tuning.BUDGET == 6
         assert settings[0] == name
 

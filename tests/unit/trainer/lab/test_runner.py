@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -42,33 +41,6 @@ def test_a_worker_that_dies_costs_its_run_and_is_replaced(tmp_path: Path, monkey
     assert [result.status for result in results.values()] == ["done", "failed", "done"]
     assert results["1"].error == "its process was killed (by hand, or because memory ran out)"
     assert observer.seen == [(name, step) for name in made for step in (1, 2)]
-
-
-def test_a_process_that_cannot_be_started_again_costs_a_run_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Dead:
-        process = SimpleNamespace(poll=lambda: 1)
-
-        def send(self, _: object) -> None:
-            raise BrokenPipeError
-
-        def kill(self) -> None: ...
-
-        def exit_reason(self) -> str:
-            return "ended with exit code 1"
-
-    started = iter([Dead()])
-
-    def start() -> Dead:
-        for one in started:
-            return one
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(runner, "_start_process", start)
-    results = runner.train_all(recipes(tmp_path, 2), workers=1, observer=Steps())
-    assert [result.status for result in results.values()] == ["failed", "failed"]
-    assert "could not be started ([Errno 12] Cannot allocate memory)" in results["1"].error
 
 
 def test_a_folder_of_other_files_is_refused_and_kept(tmp_path: Path) -> None:

@@ -9,16 +9,18 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from trimtab.pages.charts import Series, trailing
-from trimtab.report.comparison_figures import (
+from trimtab.report.step_curves import (
     PANELS,
+    Curve,
+    Series,
     Spread,
-    _draw_group,
     _draw_panel,
-    _line_style,
-    band,
-    swatch,
-    thinned,
+    combine_seeds,
+    draw_curves,
+    draw_swatch,
+    line_style,
+    smooth,
+    thin_band,
 )
 from trimtab.runs.reader import Run
 
@@ -28,13 +30,13 @@ def series(steps: list[float], values: list[float]) -> Series:
 
 
 def test_a_band_covers_the_steps_all_seeds_have() -> None:
-    result = band([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
+    result = combine_seeds([series([1, 2, 3, 4], [1, 2, 3, 4]), series([2, 4, 6], [4, 0, 9])])
     assert result.steps.tolist() == [2, 4]
     assert result.mean.tolist() == [3, 2]
     assert result.low.tolist() == [2, 0]
     assert result.high.tolist() == [4, 4]
-    assert band([series([1], [1]), series([2], [2])]) is None
-    assert band([]) is None
+    assert combine_seeds([series([1], [1]), series([2], [2])]) is None
+    assert combine_seeds([]) is None
 
 
 def test_a_thinned_band_contains_all_values() -> None:
@@ -42,34 +44,31 @@ def test_a_thinned_band_contains_all_values() -> None:
     steps = np.arange(1.0, 1202.0)
     low, high = np.zeros(1201), np.ones(1201)
     low[699], high[499] = -5.0, 7.0
-    result = thinned(Spread(steps, np.arange(1201.0), low, high))
-    assert len(result.steps) == 401
-    assert (result.low.min(), result.high.max()) == (-5.0, 7.0)
-    assert result.mean[:2].tolist() == [1.0, 4.0]
-    assert result.mean[-1] == 1200.0, "the last group has one point"
-    short = Spread(steps[:480], steps[:480], low[:480], high[:480])
-    assert thinned(short) is short
+    at, lowest, highest = thin_band(Spread(steps, np.arange(1201.0), low, high))
+    assert at.tolist() == list(range(1, 1202, 3))
+    assert (lowest.min(), highest.max()) == (-5.0, 7.0)
+    assert thin_band(Spread(steps[:480], steps[:480], low[:480], high[:480]))[0].tolist() == steps[:480].tolist()
 
 
 def test_a_moving_average_uses_no_later_values() -> None:
     """A step from 0 to 1 at point 501 of 1000 is not seen before it, and in full 50 points later."""
     short = series(list(range(399)), list(range(399)))
-    assert trailing(short) is short
+    assert smooth(short) is short
     jump = [0.0] * 500 + [1.0] * 500
-    steps, values = trailing(series(list(range(1, 1001)), jump))
+    steps, values = smooth(series(list(range(1, 1001)), jump))
     assert len(steps) == 1000
     # The window at index i is values[i - 49 .. i]: a twentieth of 1000 are 50 points.
     assert values[:500].tolist() == [0.0] * 500
     assert values[500:503] == pytest.approx([1 / 50, 2 / 50, 3 / 50])
     assert values[549:] == pytest.approx(1.0)
-    _, line = trailing(series(list(range(1, 401)), [2.0 * step for step in range(1, 401)]))
+    _, line = smooth(series(list(range(1, 401)), [2.0 * step for step in range(1, 401)]))
     assert line[:3] == pytest.approx([2, 3, 4]), "fewer points at the start"
     assert line[19:] == pytest.approx([2 * step - 19 for step in range(20, 401)]), "twenty points, so 9.5 steps late"
 
 
 def draw_axes(series: list[tuple[np.ndarray, np.ndarray]], *, crowded: bool = False, averaged: bool = False):
     axes = Figure().add_subplot()
-    _draw_group(axes, series, ("black", "-"), points=False, crowded=crowded, averaged=averaged)
+    draw_curves(axes, [Curve("_", series)], bands=not crowded, averaged=averaged)
     return axes
 
 
@@ -103,5 +102,5 @@ def test_a_logarithmic_panel_shows_the_drop_of_a_single_step() -> None:
 
 
 def test_twenty_groups_have_different_styles_also_in_the_legend() -> None:
-    assert len({(color, str(style)) for color, style in map(_line_style, range(36))}) == 36
-    assert len({swatch(index) for index in range(36)}) == 36
+    assert len({(color, str(style)) for color, style in map(line_style, range(36))}) == 36
+    assert len({draw_swatch(index) for index in range(36)}) == 36
