@@ -8,6 +8,7 @@ file: docs/objectives.md.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import CheckedFields, check_bounds, check_option, one_of, within
+from trimtab.corrections.arguments import CheckedFields, check_bounds, one_of, within
 from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import (
     LEVELS,
@@ -36,7 +37,6 @@ from trimtab.corrections.reduce import Sequences, select
 Part = TypeVar("Part")
 
 REDUCTIONS = ("token", "mean", "max", "sum")
-VETO_OF = ("ratio", "probability")
 READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 
 
@@ -99,9 +99,9 @@ class Mask(CheckedFields, ABC):
     per_response: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def rule(self) -> str:
-        """The name in the metric key `reject/<rule>`."""
+        """The name in the metric key `reject/<rule>`; by default the name of the class, such as `prefix_budget`."""
+        return re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     @abstractmethod
@@ -135,14 +135,13 @@ class Band(Mask):
         no proximal forward, and is evaluated in every forward.
     """
 
-    level: str
+    level: str = one_of(LEVELS)
     min: Number
     max: Number
     over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
         self.check_fields()
-        check_option(self, "level", LEVELS)
         check_bounds(self.min, self.max, "Band")
 
     @property
@@ -234,12 +233,8 @@ class Veto(Mask):
     """
 
     min: Number = within("(0, 1)", 1e-4)
-    of: str = one_of(VETO_OF, "ratio")
+    of: str = one_of(("ratio", "probability"), "ratio")
     over: str = one_of(OVER, "proximal")
-
-    @property
-    def rule(self) -> str:
-        return "veto"
 
     @property
     def reads(self) -> frozenset[str]:
@@ -280,10 +275,6 @@ class OPSM(Mask):
     sign: str = one_of(tuple(_REJECTED), "negative")
 
     @property
-    def rule(self) -> str:
-        return "opsm"
-
-    @property
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
 
@@ -321,10 +312,6 @@ class PrefixBudget(Mask):
     budget: Number = within("(0, inf)", 0.02)
     quantile: Number = within("[0, 1]", 0.9)
     weight_min: Number = within("[0, 1]", 0.8)
-
-    @property
-    def rule(self) -> str:
-        return "prefix_budget"
 
     @property
     def reads(self) -> frozenset[str]:
