@@ -4,7 +4,7 @@ objective     the loss of a batch, from its parts, and its equation
 presets       the named objectives; lookup builds them by name, keywords changes them, calibrate fits their bounds
 surrogates    the per-token terms, with ratio_bounds
 regularizers  the KL term and score centering; aggregation: the denominators
-policies      the log-probs that an objective reads, and the noise of ALP; state: sums over an update
+policies      the policy ratio, and the noise of ALP; state: sums over an update
 advantages    advantages from rewards
 correct       weights, masks and mismatch as functions, for any loss
 

@@ -18,8 +18,6 @@ from trimtab.corrections.code_lines import Lines, clamped
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, PREFIX_LEVELS, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError
-from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import Ratio
 from trimtab.objectives.state import NOT_COUNTED, State
 from trimtab.objectives.surrogates import Surrogate, Terms, Value, dual_code
 
@@ -35,6 +33,8 @@ class GrowingClip(Surrogate):
     logarithm is a random walk, and -1/2 for its geometric mean. CTPO, arXiv 2605.07331.
     """
 
+    ratio_levels = PREFIX_LEVELS
+    ratio_because = "bounds the ratio of a prefix by its length"
     bounds_ratio = True
     low: Number = within("[0, inf]", 0.025)
     high: Number = within("[0, inf]", 0.05)
@@ -72,11 +72,6 @@ class GrowingClip(Surrogate):
     def notes(self) -> tuple[str, ...]:
         return (f"n: position of the token among the trained ones of its response, p = {self.power:g}",)
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        if ratio.level in PREFIX_LEVELS:
-            return None
-        return f'GrowingClip bounds the ratio of a prefix by its length: use level "prefix", not {ratio.level!r}'
-
 
 @dataclass(frozen=True)
 class Banded(Surrogate):
@@ -110,6 +105,8 @@ class AgedClip(Surrogate):
     policy by age: a decoupled loss without a proximal forward. Tokens of age 0 are not clipped.
     """
 
+    ratio_over = ("behavior",)
+    ratio_because = "clips current/behavior by the age of its sampler"
     reads = frozenset({"age"})
     bounds_ratio = True
     low: Number = within("[0, 1)", 0.2)
@@ -137,11 +134,6 @@ class AgedClip(Surrogate):
 
     def notes(self) -> tuple[str, ...]:
         return ("d: age of the token in training steps, 1 for the policy that the step began with",)
-
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        if ratio.over == "behavior":
-            return None
-        return 'AgedClip clips current/behavior by the age of its sampler: use a ratio over "behavior"'
 
 
 HARM_FLOOR = 1e-12
@@ -270,6 +262,8 @@ class GammaWeight(Surrogate):
     those of its code and of TRL, (k1, k2) = (2, 3) for A >= 0 and (3, 2) for A < 0.
     """
 
+    ratio_levels = ("sequence",)
+    ratio_because = "shapes the product over a response"
     k1_positive: Number = within("[0, inf)", 2.0)
     k2_positive: Number = within("[0, inf)", 3.0)
     k1_negative: Number = within("[0, inf)", 3.0)
@@ -310,13 +304,6 @@ class GammaWeight(Surrogate):
             f"(k1, k2) = ({positive[0]:g}, {positive[1]:g}) where A ≥ 0, ({negative[0]:g}, {negative[1]:g}) elsewhere",
         )
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        if ratio.level == "sequence":
-            return None
-        return (
-            f'GammaWeight shapes the product over a response, not a ratio at {ratio.level} level: use level "sequence"'
-        )
-
 
 def _largest_exponent(k1: Number, k2: Number) -> float:
     """Returns the maximum of k1 log W - k2 (W - 1) over the bounded ratios, which lies at W = k1 / k2."""
@@ -334,6 +321,8 @@ class GeometricClip(Surrogate):
     of its own log-prob (0 if clipped), so that the mean over tokens has the exact gradient. GMPO, arXiv 2507.20673.
     """
 
+    ratio_levels = ("token",)
+    ratio_because = "takes the mean of token ratios itself"
     per_response = True
     low: Number = within("[0, inf]", 0.4)
     high: Number = within("[0, inf]", 0.4)
@@ -355,11 +344,6 @@ class GeometricClip(Surrogate):
             {clamped("log_mean")}.exp() * advantage
             """)
 
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        if ratio.level != "token":
-            return f'GeometricClip takes the mean of token ratios itself: use level "token", not {ratio.level!r}'
-        return None
-
     def unbounded(self) -> Surrogate:
         return GeometricClip(math.inf, math.inf)
 
@@ -372,6 +356,8 @@ class QuadraticPenalty(Surrogate):
     difference of probabilities, as DPPO's bound (the paper's value of 12.5 would leave the ratio nearly unbounded).
     """
 
+    ratio_levels, ratio_over = ("token",), ("behavior",)
+    ratio_because = "bounds the gap between π and μ of a token"
     reads = frozenset({"behavior"})
     bounds_ratio = True
     epsilon: Number = within("(0, inf)", 0.15)
@@ -393,8 +379,3 @@ class QuadraticPenalty(Surrogate):
             mu = behavior.clamp(max=0).exp()
             (1 + excess) * advantage - advantage.abs() * mu * excess.square() / {2 * self.epsilon}
             """)
-
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        if ratio == Ratio("token", "behavior"):
-            return None
-        return 'QuadraticPenalty bounds the gap between π and μ of a token: use the ratio "token" over "behavior"'
