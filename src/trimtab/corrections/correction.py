@@ -60,7 +60,7 @@ def compute_correction(
     statistics. Raises `ValueError` naming a tensor that is None although the weight, a mask or `measure` reads it. The
     cost is linear in tokens. A batch with `sequence_ids` is one block, because its sequences may span all rows.
     """
-    read = {"behavior": "the correction", **({"proximal": "the mismatch"} if measure else {})}  # by whom
+    read = {"behavior": "the correction", **({"proximal": "the mismatch"} if measure else {})}  # by which part
     for part in (*masks, *([] if weight is None else [weight])):
         read |= dict.fromkeys(sorted(part.reads), type(part).__name__)
     if "advantage" in read and advantage is None:

@@ -136,8 +136,8 @@ class Band(Mask):
     """
 
     level: str = one_of(LEVELS)
-    min: Number
-    max: Number
+    min: Number = within("[0, inf]")
+    max: Number = within("[0, inf]")
     over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
