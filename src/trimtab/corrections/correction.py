@@ -74,12 +74,10 @@ def compute_correction(
         block = slice(start, start + size)
         sequences = Sequences(logps.mask[block], logps.sequence_ids, given["turn"][block] if "turn" in given else None)
         sampled = nan_below_minimum(given["behavior"][block])
-        mismatch, policy = (
-            Ratios(log_ratio(given[name][block], sampled, sequences.mask), sequences) if name in given else None
-            for name in ("proximal", "current")
-        )
+        policies = {name: given[name][block] for name in ("proximal", "current") if name in given}
+        ratios = {name: Ratios(log_ratio(one, sampled, sequences.mask), sequences) for name, one in policies.items()}
         advantages = None if advantage is None else advantage[block].detach()
-        inputs = RuleInputs(sequences, sampled, mismatch=mismatch, policy=policy, advantage=advantages)
+        inputs = RuleInputs(sequences, select(sampled, sequences.mask), ratios, advantages)
         histogram = Histogram.of(inputs.mismatch.log, sequences.mask) if measure else None
         keep, statistics = _apply_masks(masks, inputs)
         if weight is not None:
@@ -92,7 +90,7 @@ def compute_correction(
             statistics["reject/tokens"] = Mean.of(sequences.lengths - kept, sequences.lengths)
             statistics["reject/sequences"] = Mean.of(sequences.trained & (kept == 0), sequences.trained)
         if histogram is not None:
-            mismatches.append(RatioStatistics.of(inputs.mismatch, given["proximal"][block], sampled, histogram))
+            mismatches.append(RatioStatistics.of(inputs.mismatch, policies["proximal"], sampled, histogram))
         keeps.append(keep)
         blocks.append(statistics)
     return BatchCorrection(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,62 +32,48 @@ from trimtab.corrections.ratios import (
     symbol,
     units_of,
 )
-from trimtab.corrections.reduce import Sequences, select
-
-Part = TypeVar("Part")
+from trimtab.corrections.reduce import Sequences
 
 REDUCTIONS = ("token", "mean", "max", "sum")
 READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 
 
+@dataclass(frozen=True, eq=False)
 class RuleInputs:
     """The inputs of a rule, without gradient; log-ratios and log-probs are 0 at untrained positions.
 
-    mismatch: the ratios proximal/behavior. policy: the ratios current/behavior. A ratio is computed only if some rule
-    lists its policy in `reads`; reading another ratio raises `ValueError`.
+    behavior: log mu, as reported by the sampler. ratios: those to the sampler by their numerator, proximal or current;
+    only what some rule lists in its `reads`. Reading another ratio raises `ValueError`.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        behavior: Float[Tensor, "batch time"],
-        *,
-        mismatch: Ratios | None = None,
-        policy: Ratios | None = None,
-        advantage: Float[Tensor, "batch #time"] | None = None,
-    ) -> None:
-        self.sequences = sequences
-        self._behavior, self._mismatch, self._policy, self._advantage = behavior, mismatch, policy, advantage
+    sequences: Sequences
+    behavior: Float[Tensor, "batch time"]
+    ratios: Mapping[str, Ratios]
+    given_advantage: Float[Tensor, "batch #time"] | None
 
-    @cached_property
-    def behavior(self) -> Float[Tensor, "batch time"]:
-        """log mu, as reported by the sampler."""
-        return select(self._behavior, self.sequences.mask)
+    def over(self, numerator: str) -> Ratios:
+        """Returns the ratio of a policy to the sampler: `mismatch` for "proximal", `policy` for "current"."""
+        if numerator not in self.ratios:
+            name = "mismatch" if numerator == "proximal" else "policy"
+            raise ValueError(f"a rule that looks at inputs.{name} must have {numerator!r} among its `reads`")
+        return self.ratios[numerator]
 
     @property
     def mismatch(self) -> Ratios:
         """proximal/behavior."""
-        return _require(self._mismatch, "mismatch", "proximal")
+        return self.over("proximal")
 
     @property
     def policy(self) -> Ratios:
         """current/behavior."""
-        return _require(self._policy, "policy", "current")
-
-    def over(self, numerator: str) -> Ratios:
-        """Returns the ratio of a policy to the sampler: `mismatch` for "proximal", `policy` for "current"."""
-        return self.mismatch if numerator == "proximal" else self.policy
+        return self.over("current")
 
     @property
     def advantage(self) -> Float[Tensor, "batch #time"]:
         """(batch, 1) or (batch, time); untrained positions may hold any value."""
-        return _require(self._advantage, "advantage", "advantage")
-
-
-def _require(part: Part | None, name: str, read: str) -> Part:
-    if part is None:
-        raise ValueError(f"a rule that looks at inputs.{name} must have {read!r} among its `reads`")
-    return part
+        if self.given_advantage is None:
+            raise ValueError("a rule that looks at inputs.advantage must have 'advantage' among its `reads`")
+        return self.given_advantage
 
 
 class Mask(CheckedFields, ABC):
