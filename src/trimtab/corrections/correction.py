@@ -31,14 +31,12 @@ class BatchCorrection:
 
     weight: (batch, time), bounded, not yet normalized; 0 if untrained or rejected by a `Weight`; None without one.
     keep: (batch, time) bool, True at trained tokens that neither a rule nor the weight rejected.
-    statistics: mergeable, by metric key.
-    mismatch: statistics of proximal/behavior over the original mask; None without `measure`.
+    statistics: mergeable, by metric key; with `measure` also the mismatch, whose metrics have no prefix.
     """
 
     weight: Float[Tensor, "batch time"] | None
     keep: Bool[Tensor, "batch time"]
     statistics: dict[str, Mergeable]
-    mismatch: RatioStatistics | None
 
     @property
     def weight_statistics(self) -> WeightStatistics | None:
@@ -56,9 +54,10 @@ def compute_correction(
 ) -> BatchCorrection:
     """Computes weight, keep and their statistics. No gradient, no synchronization with the device.
 
-    advantage: (batch, 1) or (batch, time); may be None if no mask reads it. measure: whether to add the mismatch
-    statistics. Raises `ValueError` naming a tensor that is None although the weight, a mask or `measure` reads it. The
-    cost is linear in tokens. A batch with `sequence_ids` is one block, because its sequences may span all rows.
+    advantage: (batch, 1) or (batch, time); may be None if no mask reads it. measure: whether to add the statistics of
+    proximal/behavior over the original mask. Raises `ValueError` naming a tensor that is None although the weight, a
+    mask or `measure` reads it. The cost is linear in tokens. A batch with `sequence_ids` is one block, because its
+    sequences may span all rows.
     """
     read = {"behavior": "the correction", **({"proximal": "the mismatch"} if measure else {})}  # by which part
     for part in (*masks, *([] if weight is None else [weight])):
@@ -69,7 +68,7 @@ def compute_correction(
     rows, time = logps.mask.shape
     size = BLOCK_TOKENS.get(logps.mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
     size = max(1, rows if logps.sequence_ids is not None else min(size, rows))
-    weights, keeps, blocks, mismatches = [], [], [], []
+    weights, keeps, blocks = [], [], []
     for start in range(0, max(1, rows), size):
         block = slice(start, start + size)
         sequences = Sequences(logps.mask[block], logps.sequence_ids, given["turn"][block] if "turn" in given else None)
@@ -90,14 +89,14 @@ def compute_correction(
             statistics["reject/tokens"] = Mean.of(sequences.lengths - kept, sequences.lengths)
             statistics["reject/sequences"] = Mean.of(sequences.trained & (kept == 0), sequences.trained)
         if histogram is not None:
-            mismatches.append(RatioStatistics.of(inputs.mismatch, policies["proximal"], sampled, histogram))
+            of_mismatch = RatioStatistics.of(inputs.mismatch, policies["proximal"], sampled, histogram)
+            statistics = {"": of_mismatch, **statistics}
         keeps.append(keep)
         blocks.append(statistics)
     return BatchCorrection(
         weight=None if weight is None else torch.cat(weights),
         keep=torch.cat(keeps),
         statistics={name: reduce(add, (statistics[name] for statistics in blocks)) for name in blocks[0]},
-        mismatch=reduce(add, mismatches) if measure else None,
     )
 
 

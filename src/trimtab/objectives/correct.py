@@ -54,9 +54,7 @@ def correct(
     if not isinstance(weight, Weight | None) or isinstance(masks, Mask) or not all(isinstance(m, Mask) for m in masks):
         raise ValueError(f"weight must be a Weight, masks a list of Band, Divergence, ...: {weight!r}, {masks!r}")
     result = compute_correction(logps, advantage, weight=weight, masks=masks, measure=True)
-    assert result.mismatch is not None
-    metrics = Metrics({"": result.mismatch, **result.statistics})
-    statistics = result.weight_statistics
+    metrics, statistics = Metrics(result.statistics), result.weight_statistics
     if weight is None or result.weight is None or statistics is None:
         return Correction(mask.to(widen(proximal).dtype), result.keep, metrics)
     normalized = weight.normalized(result.weight, statistics.total, statistics.count)
@@ -78,6 +76,4 @@ def mismatch(
     """
     check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
     logps = PolicyLogps(None, logp_rollout, mask, proximal=logp_train, sequence_ids=sequence_ids)
-    result = compute_correction(logps, measure=True)
-    assert result.mismatch is not None
-    return Metrics({"": result.mismatch})
+    return Metrics(compute_correction(logps, measure=True).statistics)

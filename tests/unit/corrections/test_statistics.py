@@ -147,8 +147,8 @@ def test_blocks_of_a_large_batch_add_up(monkeypatch):
     parts = compute_correction(logps, weight=weight, measure=True)
     assert_close(parts.weight, whole.weight)
     assert (parts.keep == whole.keep).all()
-    expected = {name: float(value) for name, value in whole.mismatch.summary().items()}
-    assert {name: float(value) for name, value in parts.mismatch.summary().items()} == pytest.approx(expected, rel=1e-5)
+    values = [{name: float(one) for name, one in of.statistics[""].summary().items()} for of in (parts, whole)]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
 def test_extreme_ratios_leave_finite_statistics_and_are_counted():
