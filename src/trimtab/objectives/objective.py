@@ -195,14 +195,11 @@ class Objective(CheckedFields):
         kept = sequences.count(keep)
         policy = -_weighted_sum(select(value, keep), self.aggregation.scale(sequences, kept, state))
         scale = self.aggregation.scale_original(sequences, state)
-        regularizer, regularizer_statistics = self._regularizers(logps, terms, scale)
+        regularizer, of_regularizers = self._regularizers(logps, terms, scale)
         loss = policy + regularizer + self._nan_if_not_finite(logps, terms.on_policy)
-        statistics = {
-            **statistics,
-            **regularizer_statistics,
-            **({} if correction is None else correction.statistics),
-        }
-        return Output(loss, Metrics({**statistics, **_loss_statistics(terms, policy, keep, state)}))
+        of_correction = {} if correction is None else correction.statistics
+        of_loss = _loss_statistics(terms, policy, keep, state)
+        return Output(loss, Metrics({**statistics, **of_regularizers, **of_correction, **of_loss}))
 
     def equation(self, advantage: str | None = None) -> str:
         """Returns the loss as text: one line with its numbers, then one line for each symbol and note.
@@ -360,8 +357,7 @@ class Objective(CheckedFields):
 
         A log-prob of the sampler below `MIN_BEHAVIOR` counts as not finite.
         """
-        assert logps.current is not None
-        guard = _zero_or_nan(logps.current, logps.mask)
+        guard = _zero_or_nan(logps.required("current", self.name), logps.mask)
         if "proximal" in self.needs:
             guard = guard + _zero_or_nan(logps.required("proximal", self.name), on_policy)
         if "behavior" in self.needs:
