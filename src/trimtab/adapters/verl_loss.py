@@ -12,7 +12,7 @@ from trimtab.adapters.hooks import SETTINGS, build, chosen, hook, refuse
 from trimtab.adapters.micro_batch import averaged, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective
-from trimtab.objectives.smooth_surrogates import GeometricClip, SoftGate
+from trimtab.objectives.ratio_bounds import GeometricClip, SoftGate
 from trimtab.objectives.surrogates import Clipped
 
 LOSS_PREFIX = "trimtab-"

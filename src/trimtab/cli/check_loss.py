@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, only_json, print_result
+from trimtab.cli.output import Json, check_page, only_json, print_result
 from trimtab.errors import TrimtabError
 
 Target = Annotated[
@@ -61,8 +61,7 @@ def check_loss(
     denominators and micro-batches. Parameters are known by their names, as verl, TRL, slime, Miles, prime-rl and
     Trimtab call them.
     """
-    if html is not None and html.suffix.lower() not in (".html", ".htm"):
-        raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
+    check_page(html, "--html")
     place, _, function = target.rpartition(":")
     if not (place and function):
         raise TrimtabError(f"{target!r} names no function: write FILE.py:FUNCTION")

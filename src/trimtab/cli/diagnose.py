@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, echo, print_json, print_result
+from trimtab.cli.output import Json, check_page, echo, print_json, print_result
 from trimtab.errors import TrimtabError
 
 PAGE = "diagnose.html"
@@ -229,13 +229,9 @@ def parse_tested(given: Sequence[str]) -> dict[str, bool]:
 
 
 def page_path(out: Path | None) -> Path:
-    """Returns the path of the page: `diagnose.html` in a folder, or the file `out`.
-
-    Raises `TrimtabError` unless the name ends in .html or .htm, so that a data file is never overwritten.
-    """
+    """Returns the path of the page: `diagnose.html` in a folder, or the file `out`, which `check_page` checks."""
     target = Path(PAGE) if out is None else out / PAGE if out.is_dir() else out
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise TrimtabError(f"--out {target} is not a page: give a name that ends in .html, or a folder that exists")
+    check_page(target, "--out", ", or a folder that exists")
     return target
 
 

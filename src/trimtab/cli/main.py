@@ -102,23 +102,12 @@ def _root(
             )
 
 
-FUNCTIONS = {
-    "train": train,
-    "sft": sft,
-    "export": export,
-    "recipes": recipes,
-    "show": show,
-    "explain": explain,
-    "eval": evaluate,
-    "diagnose": diagnose,
-    "rescore": rescore,
-    "preflight": preflight,
-    "check-loss": check_loss,
-    "report": report,
-    "compare": compare,
-    "doctor": doctor,
-}
-for name, function in FUNCTIONS.items():
+FUNCTIONS = (
+    *(train, sft, export, recipes, show, explain, evaluate, diagnose),
+    *(rescore, preflight, check_loss, report, compare, doctor),
+)
+for function in FUNCTIONS:
+    name = "eval" if function is evaluate else function.__name__.replace("_", "-")
     app.command(name, cls=Command, epilog=f"Example: {COMMANDS[name].example}")(function)
 
 

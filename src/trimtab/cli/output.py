@@ -128,6 +128,12 @@ def pairs(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
 
 
+def check_page(path: Path | None, option: str, otherwise: str = "") -> None:
+    """Raises `TrimtabError` if `option` names a page whose name is not one, so that no data file is overwritten."""
+    if path is not None and path.suffix.lower() not in (".html", ".htm"):
+        raise TrimtabError(f"{option} {path} is not a page: give a name that ends in .html{otherwise}")
+
+
 def usable_cores() -> int:
     """Returns the number of cores this process may use; a container may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimtab.cli.output import Json, Sets, echo, only_json, print_json
-from trimtab.errors import TrimtabError
+from trimtab.cli.output import Json, Sets, check_page, echo, only_json, print_json
 
 if TYPE_CHECKING:
     from trimtab.preflight.engine_pair import Check
@@ -71,8 +70,7 @@ def preflight(
     make it. For a trainer of your own there are trimtab.testing.assert_parity in its tests and trimtab.Monitor in its
     loop.
     """
-    if html is not None and html.suffix.lower() not in (".html", ".htm"):
-        raise TrimtabError(f"--html {html} is not a page: give a name that ends in .html")
+    check_page(html, "--html")
     from trimtab.preflight.checklist import run_checks
     from trimtab.preflight.engine_pair import build_pair, default_bound, facts, pair_config
     from trimtab.preflight.preflight_page import write_page

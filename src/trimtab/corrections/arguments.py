@@ -1,4 +1,4 @@
-"""Checks of what callers pass: tensors, and options and bounds of parts.
+"""What callers pass: the log-probs of a batch, checks of tensors, and checks of the fields of parts.
 
 Each error names the argument, what it is and what it must be, in one line.
 """
@@ -6,13 +6,15 @@ Each error names the argument, what it is and what it must be, in one line.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, cast
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections.ratios import Number
+from trimtab.corrections.reduce import TURNS_UNKNOWN, Sequences
 from trimtab.errors import TrimtabError, did_you_mean
 
 TOKENS = "(batch, time)"
@@ -69,26 +71,67 @@ def _is(kind: str, dtype: torch.dtype) -> bool:
     return {"integer": whole, "float": dtype.is_floating_point, "number": number, "real": not dtype.is_complex}[kind]
 
 
-def check_option(part: object, name: str, options: Iterable[str]) -> None:
-    """Raises `TrimtabError` if the field `name` of a part is none of the options."""
-    value = getattr(part, name)
-    if value not in options:
-        raise TrimtabError(f"{type(part).__name__}: unknown {name} {value!r}{did_you_mean(str(value), options)}")
+@dataclass(frozen=True, eq=False)
+class PolicyLogps:
+    """Log-probs of the sampled tokens under each policy, in nats.
 
+    current     (batch, time) policy being optimized, trainer numerics, with gradient; may be None in `prepare`
+    behavior    (batch, time) reported by the sampler, after temperature and truncation
+    mask        (batch, time) bool, True at tokens to train; the other positions may hold any value, NaN included
+    proximal    (batch, time) trainer numerics, weights at the start of the update phase
+    reference   (batch, time) policy that the KL term is measured from
+    entropy     (batch, time) entropy of the current policy at each token, with gradient
+    off_policy  (batch, time) bool, True at tokens of external traces (LUFFY)
+    sequence_ids (batch, time) int in [0, batch * time), negative at padding; default: one row is one sequence
+    turn        (batch, time) int, turn number of each token in its sequence, negative at padding; an untrained
+                observation may have any number. Read at turn levels only
+    age         (batch, time) int, age in training steps of the policy that sampled the token: 1 for the newest
+    head_current (batch, time, head) log-probs of the sampler's most probable ids at each position, with gradient
+    head_behavior (batch, time, head) the sampler's log-probs of the same ids; -inf at missing ids
 
-def check_range(part: object, name: str, interval: str, optional: bool = False) -> None:
-    """Raises `TrimtabError` if the field `name` of a part is outside an interval, such as "(0, inf)".
-
-    optional: whether None is allowed.
+    Raises `ValueError` for a field that is not a tensor, or has a wrong shape, dtype or device.
     """
-    low, high = map(float, interval[1:-1].split(","))
-    value = getattr(part, name)
-    if value is None and not optional:
-        raise TrimtabError(f"{type(part).__name__}: {name} is None: give a number in {interval}")
-    if value is None or low < value < high:
-        return
-    if not ((value == low and interval[0] == "[") or (value == high and interval[-1] == "]")):
-        raise TrimtabError(f"{type(part).__name__}: {name} = {value:g} must lie in {interval}")
+
+    current: Float[Tensor, "batch time"] | None
+    behavior: Float[Tensor, "batch time"] | None
+    mask: Bool[Tensor, "batch time"]
+    proximal: Float[Tensor, "batch time"] | None = None
+    reference: Float[Tensor, "batch time"] | None = None
+    entropy: Float[Tensor, "batch time"] | None = None
+    off_policy: Bool[Tensor, "batch time"] | None = None
+    sequence_ids: Int[Tensor, "batch time"] | None = None
+    turn: Int[Tensor, "batch time"] | None = None
+    age: Int[Tensor, "batch time"] | None = None
+    head_current: Float[Tensor, "batch time head"] | None = None
+    head_behavior: Float[Tensor, "batch time head"] | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences of the batch, with their turns if given."""
+        return Sequences(self.mask, self.sequence_ids, turn=self.turn)
+
+    def __post_init__(self) -> None:
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        heads = {name: tensors.pop(name) for name in ("head_current", "head_behavior")}
+        check_batch(**tensors)
+        for name, head in heads.items():
+            if head is not None:
+                width = head.shape[-1] if isinstance(head, Tensor) and head.ndim == 3 else 0
+                check_tensor(name, head, self.mask, (*self.mask.shape, width), words="(batch, time, head)")
+        shapes = [tuple(head.shape) for head in heads.values() if head is not None]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"head_current has shape {shapes[0]}, head_behavior {shapes[1]}: both must hold the same ids"
+            )
+
+    def required(self, name: str, reader: str) -> Tensor:
+        """Returns a field. Raises `ValueError` naming the field and `reader` if the field is None."""
+        tensor = getattr(self, name)
+        if tensor is None and name == "turn":
+            raise ValueError(f"{reader}: {TURNS_UNKNOWN}")
+        if tensor is None:
+            raise ValueError(f"{reader} needs {name}, which is None")
+        return tensor
 
 
 class CheckedFields:
@@ -99,20 +142,35 @@ class CheckedFields:
 
     def check_fields(self) -> None:
         """Raises `TrimtabError` naming an invalid field. For subclasses that have their own `__post_init__`."""
+        part = type(self).__name__
         for item in fields(cast(Any, self)):
-            if "check" in item.metadata:
-                check, *what = item.metadata["check"]
-                check(self, item.name, *what)
+            value, limits = getattr(self, item.name), item.metadata
+            if "options" in limits and value not in limits["options"]:
+                hint = did_you_mean(str(value), limits["options"])
+                raise TrimtabError(f"{part}: unknown {item.name} {value!r}{hint}")
+            if "interval" not in limits or (value is None and limits["optional"]):
+                continue
+            interval = limits["interval"]
+            if value is None:
+                raise TrimtabError(f"{part}: {item.name} is None: give a number in {interval}")
+            if not _lies_in(value, interval):
+                raise TrimtabError(f"{part}: {item.name} = {value:g} must lie in {interval}")
+
+
+def _lies_in(value: Number, interval: str) -> bool:
+    """Whether a number is in an interval such as "(0, inf]"; NaN is in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    return low < value < high or (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
 
 
 def one_of(options: Iterable[str], default: Any = MISSING) -> Any:
     """Returns a dataclass field whose value must be one of the options."""
-    return field(default=default, metadata={"check": (check_option, options)})
+    return field(default=default, metadata={"options": options})
 
 
 def within(interval: str, default: Any = MISSING, *, optional: bool = False) -> Any:
     """Returns a dataclass field whose value must be in an interval, such as "(0, inf)", or None if `optional`."""
-    return field(default=default, metadata={"check": (check_range, interval, optional)})
+    return field(default=default, metadata={"interval": interval, "optional": optional})
 
 
 def check_bounds(low: Number, high: Number, part: str) -> None:

@@ -8,9 +8,10 @@ from functools import reduce
 from operator import add
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trimtab.corrections.arguments import PolicyLogps
 from trimtab.corrections.masks import Mask, RuleInputs
 from trimtab.corrections.ratios import PER_TOKEN_LEVELS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select
@@ -30,14 +31,12 @@ class BatchCorrection:
 
     weight: (batch, time), bounded, not yet normalized; 0 if untrained or rejected by a `Weight`; None without one.
     keep: (batch, time) bool, True at trained tokens that neither a rule nor the weight rejected.
-    statistics: mergeable, by metric key.
-    mismatch: statistics of proximal/behavior over the original mask; None without `measure`.
+    statistics: mergeable, by metric key; with `measure` also the mismatch, whose metrics have no prefix.
     """
 
     weight: Float[Tensor, "batch time"] | None
     keep: Bool[Tensor, "batch time"]
     statistics: dict[str, Mergeable]
-    mismatch: RatioStatistics | None
 
     @property
     def weight_statistics(self) -> WeightStatistics | None:
@@ -46,45 +45,38 @@ class BatchCorrection:
 
 
 def compute_correction(
-    proximal: Float[Tensor, "batch time"] | None,
-    behavior: Float[Tensor, "batch time"],
-    mask: Bool[Tensor, "batch time"],
+    logps: PolicyLogps,
+    advantage: Float[Tensor, "batch #time"] | None = None,
     *,
     weight: Weight | None = None,
     masks: Sequence[Mask] = (),
-    current: Float[Tensor, "batch time"] | None = None,
-    advantage: Float[Tensor, "batch #time"] | None = None,
-    sequence_ids: Int[Tensor, "batch time"] | None = None,
-    turn: Int[Tensor, "batch time"] | None = None,
     measure: bool = False,
 ) -> BatchCorrection:
     """Computes weight, keep and their statistics. No gradient, no synchronization with the device.
 
-    All tensors are (batch, time); `advantage` may be (batch, 1). `current`, `advantage` and `proximal` may be None if
-    nothing reads them; `measure` reads `proximal`. `turn` is the turn number of each token, read at turn levels. Raises
-    `ValueError` naming a missing tensor.
-    `measure` adds the mismatch statistics. The cost is linear in tokens. A batch with `sequence_ids` is one block,
-    because its sequences may span all rows.
+    advantage: (batch, 1) or (batch, time); may be None if no mask reads it. measure: whether to add the statistics of
+    proximal/behavior over the original mask. Raises `ValueError` naming a tensor that is None although the weight, a
+    mask or `measure` reads it. The cost is linear in tokens. A batch with `sequence_ids` is one block, because its
+    sequences may span all rows.
     """
-    tensors = {"current": current, "proximal": proximal, "behavior": behavior, "advantage": advantage}
-    for rule in (*masks, *([] if weight is None else [weight])):
-        missing = [name for name in sorted(rule.reads - {"turn"}) if tensors[name] is None]
-        if missing:
-            raise ValueError(f"{type(rule).__name__} needs {missing[0]}, which is None")
-    rows, time = mask.shape
-    size = BLOCK_TOKENS.get(mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
-    size = max(1, rows if sequence_ids is not None else min(size, rows))
-    weights, keeps, blocks, mismatches = [], [], [], []
+    read = {"behavior": "the correction", **({"proximal": "the mismatch"} if measure else {})}  # by which part
+    for part in (*masks, *([] if weight is None else [weight])):
+        read |= dict.fromkeys(sorted(part.reads), type(part).__name__)
+    if "advantage" in read and advantage is None:
+        raise ValueError(f"{read['advantage']} needs advantage, which is None")
+    given = {name: logps.required(name, reader).detach() for name, reader in read.items() if name != "advantage"}
+    rows, time = logps.mask.shape
+    size = BLOCK_TOKENS.get(logps.mask.device.type, BLOCK_TOKENS_ELSEWHERE) // max(1, time)
+    size = max(1, rows if logps.sequence_ids is not None else min(size, rows))
+    weights, keeps, blocks = [], [], []
     for start in range(0, max(1, rows), size):
-        part = slice(start, start + size)
-        sequences = Sequences(mask[part], sequence_ids, None if turn is None else turn[part])
-        given = {name: None if one is None else one[part].detach() for name, one in tensors.items()}
-        sampled = nan_below_minimum(behavior[part].detach())
-        mismatch, policy = (
-            None if (one := given[name]) is None else Ratios(log_ratio(one, sampled, sequences.mask), sequences)
-            for name in ("proximal", "current")
-        )
-        inputs = RuleInputs(sequences, sampled, mismatch=mismatch, policy=policy, advantage=given["advantage"])
+        block = slice(start, start + size)
+        sequences = Sequences(logps.mask[block], logps.sequence_ids, given["turn"][block] if "turn" in given else None)
+        sampled = nan_below_minimum(given["behavior"][block])
+        policies = {name: given[name][block] for name in ("proximal", "current") if name in given}
+        ratios = {name: Ratios(log_ratio(one, sampled, sequences.mask), sequences) for name, one in policies.items()}
+        advantages = None if advantage is None else advantage[block].detach()
+        inputs = RuleInputs(sequences, select(sampled, sequences.mask), ratios, advantages)
         histogram = Histogram.of(inputs.mismatch.log, sequences.mask) if measure else None
         keep, statistics = _apply_masks(masks, inputs)
         if weight is not None:
@@ -96,15 +88,15 @@ def compute_correction(
             kept = sequences.count(keep)
             statistics["reject/tokens"] = Mean.of(sequences.lengths - kept, sequences.lengths)
             statistics["reject/sequences"] = Mean.of(sequences.trained & (kept == 0), sequences.trained)
-        if histogram is not None and given["proximal"] is not None:
-            mismatches.append(RatioStatistics.of(inputs.mismatch, given["proximal"], sampled, histogram))
+        if histogram is not None:
+            of_mismatch = RatioStatistics.of(inputs.mismatch, policies["proximal"], sampled, histogram)
+            statistics = {"": of_mismatch, **statistics}
         keeps.append(keep)
         blocks.append(statistics)
     return BatchCorrection(
         weight=None if weight is None else torch.cat(weights),
         keep=torch.cat(keeps),
         statistics={name: reduce(add, (statistics[name] for statistics in blocks)) for name in blocks[0]},
-        mismatch=reduce(add, mismatches) if measure else None,
     )
 
 

@@ -8,17 +8,18 @@ file: docs/objectives.md.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import CheckedFields, check_bounds, check_option, one_of, within
+from trimtab.corrections.arguments import CheckedFields, check_bounds, one_of, within
 from trimtab.corrections.code_lines import Lines
 from trimtab.corrections.ratios import (
     LEVELS,
@@ -31,63 +32,48 @@ from trimtab.corrections.ratios import (
     symbol,
     units_of,
 )
-from trimtab.corrections.reduce import Sequences, select
-
-Part = TypeVar("Part")
+from trimtab.corrections.reduce import Sequences
 
 REDUCTIONS = ("token", "mean", "max", "sum")
-VETO_OF = ("ratio", "probability")
 READABLE = ("current", "proximal", "behavior", "advantage", "turn")
 
 
+@dataclass(frozen=True, eq=False)
 class RuleInputs:
     """The inputs of a rule, without gradient; log-ratios and log-probs are 0 at untrained positions.
 
-    mismatch: the ratios proximal/behavior. policy: the ratios current/behavior. A ratio is computed only if some rule
-    lists its policy in `reads`; reading another ratio raises `ValueError`.
+    behavior: log mu, as reported by the sampler. ratios: those to the sampler by their numerator, proximal or current;
+    only what some rule lists in its `reads`. Reading another ratio raises `ValueError`.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        behavior: Float[Tensor, "batch time"],
-        *,
-        mismatch: Ratios | None = None,
-        policy: Ratios | None = None,
-        advantage: Float[Tensor, "batch #time"] | None = None,
-    ) -> None:
-        self.sequences = sequences
-        self._behavior, self._mismatch, self._policy, self._advantage = behavior, mismatch, policy, advantage
+    sequences: Sequences
+    behavior: Float[Tensor, "batch time"]
+    ratios: Mapping[str, Ratios]
+    given_advantage: Float[Tensor, "batch #time"] | None
 
-    @cached_property
-    def behavior(self) -> Float[Tensor, "batch time"]:
-        """log mu, as reported by the sampler."""
-        return select(self._behavior, self.sequences.mask)
+    def over(self, numerator: str) -> Ratios:
+        """Returns the ratio of a policy to the sampler: `mismatch` for "proximal", `policy` for "current"."""
+        if numerator not in self.ratios:
+            name = "mismatch" if numerator == "proximal" else "policy"
+            raise ValueError(f"a rule that looks at inputs.{name} must have {numerator!r} among its `reads`")
+        return self.ratios[numerator]
 
     @property
     def mismatch(self) -> Ratios:
         """proximal/behavior."""
-        return _require(self._mismatch, "mismatch", "proximal")
+        return self.over("proximal")
 
     @property
     def policy(self) -> Ratios:
         """current/behavior."""
-        return _require(self._policy, "policy", "current")
-
-    def over(self, numerator: str) -> Ratios:
-        """Returns the ratio of a policy to the sampler: `mismatch` for "proximal", `policy` for "current"."""
-        return self.mismatch if numerator == "proximal" else self.policy
+        return self.over("current")
 
     @property
     def advantage(self) -> Float[Tensor, "batch #time"]:
         """(batch, 1) or (batch, time); untrained positions may hold any value."""
-        return _require(self._advantage, "advantage", "advantage")
-
-
-def _require(part: Part | None, name: str, read: str) -> Part:
-    if part is None:
-        raise ValueError(f"a rule that looks at inputs.{name} must have {read!r} among its `reads`")
-    return part
+        if self.given_advantage is None:
+            raise ValueError("a rule that looks at inputs.advantage must have 'advantage' among its `reads`")
+        return self.given_advantage
 
 
 class Mask(CheckedFields, ABC):
@@ -99,9 +85,9 @@ class Mask(CheckedFields, ABC):
     per_response: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def rule(self) -> str:
-        """The name in the metric key `reject/<rule>`."""
+        """The name in the metric key `reject/<rule>`; by default the name of the class, such as `prefix_budget`."""
+        return re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     @abstractmethod
@@ -135,14 +121,13 @@ class Band(Mask):
         no proximal forward, and is evaluated in every forward.
     """
 
-    level: str
-    min: Number
-    max: Number
+    level: str = one_of(LEVELS)
+    min: Number = within("[0, inf]")
+    max: Number = within("[0, inf]")
     over: str = one_of(OVER, "proximal")
 
     def __post_init__(self) -> None:
         self.check_fields()
-        check_option(self, "level", LEVELS)
         check_bounds(self.min, self.max, "Band")
 
     @property
@@ -234,12 +219,8 @@ class Veto(Mask):
     """
 
     min: Number = within("(0, 1)", 1e-4)
-    of: str = one_of(VETO_OF, "ratio")
+    of: str = one_of(("ratio", "probability"), "ratio")
     over: str = one_of(OVER, "proximal")
-
-    @property
-    def rule(self) -> str:
-        return "veto"
 
     @property
     def reads(self) -> frozenset[str]:
@@ -280,10 +261,6 @@ class OPSM(Mask):
     sign: str = one_of(tuple(_REJECTED), "negative")
 
     @property
-    def rule(self) -> str:
-        return "opsm"
-
-    @property
     def reads(self) -> frozenset[str]:
         return frozenset({"current", "behavior", "advantage"})
 
@@ -321,10 +298,6 @@ class PrefixBudget(Mask):
     budget: Number = within("(0, inf)", 0.02)
     quantile: Number = within("[0, 1]", 0.9)
     weight_min: Number = within("[0, 1]", 0.8)
-
-    @property
-    def rule(self) -> str:
-        return "prefix_budget"
 
     @property
     def reads(self) -> frozenset[str]:

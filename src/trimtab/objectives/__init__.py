@@ -2,9 +2,9 @@
 
 objective     the loss of a batch, from its parts, and its equation
 presets       the named objectives; lookup builds them by name, keywords changes them, calibrate fits their bounds
-surrogates    the per-token terms, with ratio_bounds and smooth_surrogates
+surrogates    the per-token terms, with ratio_bounds
 regularizers  the KL term and score centering; aggregation: the denominators
-policies      the log-probs that an objective reads, and the noise of ALP; state: sums over an update
+policies      the policy ratio, and the noise of ALP; state: sums over an update
 advantages    advantages from rewards
 correct       weights, masks and mismatch as functions, for any loss
 
@@ -24,6 +24,7 @@ from trimtab.corrections import PrefixBudget as PrefixBudget
 from trimtab.corrections import RuleInputs as RuleInputs
 from trimtab.corrections import Veto as Veto
 from trimtab.corrections import Weight as Weight
+from trimtab.corrections.arguments import PolicyLogps as PolicyLogps
 from trimtab.corrections.code_lines import Lines as Lines
 from trimtab.objectives.advantages import advantages as advantages
 from trimtab.objectives.aggregation import Aggregation as Aggregation
@@ -35,17 +36,16 @@ from trimtab.objectives.lookup import objective as objective
 from trimtab.objectives.lookup import objectives as objectives
 from trimtab.objectives.objective import Objective as Objective
 from trimtab.objectives.objective import Output as Output
-from trimtab.objectives.policies import PolicyLogps as PolicyLogps
 from trimtab.objectives.policies import Ratio as Ratio
 from trimtab.objectives.ratio_bounds import AgedClip as AgedClip
 from trimtab.objectives.ratio_bounds import Banded as Banded
+from trimtab.objectives.ratio_bounds import GammaWeight as GammaWeight
+from trimtab.objectives.ratio_bounds import GeometricClip as GeometricClip
 from trimtab.objectives.ratio_bounds import GrowingClip as GrowingClip
+from trimtab.objectives.ratio_bounds import QuadraticPenalty as QuadraticPenalty
 from trimtab.objectives.ratio_bounds import SecondMoment as SecondMoment
+from trimtab.objectives.ratio_bounds import SoftGate as SoftGate
 from trimtab.objectives.regularizers import KL as KL
-from trimtab.objectives.smooth_surrogates import GammaWeight as GammaWeight
-from trimtab.objectives.smooth_surrogates import GeometricClip as GeometricClip
-from trimtab.objectives.smooth_surrogates import QuadraticPenalty as QuadraticPenalty
-from trimtab.objectives.smooth_surrogates import SoftGate as SoftGate
 from trimtab.objectives.state import Metrics as Metrics
 from trimtab.objectives.state import State as State
 from trimtab.objectives.surrogates import Clipped as Clipped

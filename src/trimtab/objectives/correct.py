@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_advantage, check_batch
+from trimtab.corrections.arguments import PolicyLogps, check_advantage, check_batch
 from trimtab.corrections.correction import compute_correction
 from trimtab.corrections.masks import Mask
 from trimtab.corrections.reduce import widen
@@ -48,26 +48,13 @@ def correct(
     mean over this batch. The metrics are those of `mismatch`, plus `weight/...` and `reject/...`. Raises `ValueError`
     for an argument that is not a tensor, or has a wrong shape, dtype or device.
     """
-    check_batch(mask, proximal=proximal, behavior=behavior, current=current, sequence_ids=sequence_ids, turn=turn)
+    logps = PolicyLogps(current, behavior, mask, proximal=proximal, sequence_ids=sequence_ids, turn=turn)
     if advantage is not None:
         check_advantage(advantage, mask)
     if not isinstance(weight, Weight | None) or isinstance(masks, Mask) or not all(isinstance(m, Mask) for m in masks):
         raise ValueError(f"weight must be a Weight, masks a list of Band, Divergence, ...: {weight!r}, {masks!r}")
-    result = compute_correction(
-        proximal,
-        behavior,
-        mask,
-        weight=weight,
-        masks=masks,
-        current=current,
-        advantage=advantage,
-        sequence_ids=sequence_ids,
-        turn=turn,
-        measure=True,
-    )
-    assert result.mismatch is not None
-    metrics = Metrics({"": result.mismatch, **result.statistics})
-    statistics = result.weight_statistics
+    result = compute_correction(logps, advantage, weight=weight, masks=masks, measure=True)
+    metrics, statistics = Metrics(result.statistics), result.weight_statistics
     if weight is None or result.weight is None or statistics is None:
         return Correction(mask.to(widen(proximal).dtype), result.keep, metrics)
     normalized = weight.normalized(result.weight, statistics.total, statistics.count)
@@ -88,6 +75,5 @@ def mismatch(
     ratio_bounded log_ratio_seq_max tokens sequences (docs/reference-objectives.md). Raises `ValueError` as `correct`.
     """
     check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout, sequence_ids=sequence_ids)
-    result = compute_correction(logp_train, logp_rollout, mask, sequence_ids=sequence_ids, measure=True)
-    assert result.mismatch is not None
-    return Metrics({"": result.mismatch})
+    logps = PolicyLogps(None, logp_rollout, mask, proximal=logp_train, sequence_ids=sequence_ids)
+    return Metrics(compute_correction(logps, measure=True).statistics)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Annotated, Any, TypedDict, get_args, get_type_hints
@@ -17,15 +17,23 @@ from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.policies import Ratio
-from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip, SecondMoment
-from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
+from trimtab.objectives.ratio_bounds import (
+    AgedClip,
+    Banded,
+    GammaWeight,
+    GeometricClip,
+    GrowingClip,
+    QuadraticPenalty,
+    SecondMoment,
+    SoftGate,
+)
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Surrogate, Unclipped
 
 
 class Keywords(TypedDict, total=False):
     """The keywords of `trimtab.objective`: their types, and the path of the `Objective` field that each keyword sets.
 
-    A preset takes the keywords whose fields it has, and further keywords for its masks (`Preset.mask_keywords`).
+    A preset takes the keywords whose fields it has, and those of its masks (`MASK_KEYWORDS`).
     """
 
     weight_min: Annotated[float, "weight.min"]
@@ -47,7 +55,7 @@ class Keywords(TypedDict, total=False):
     k2_positive: Annotated[float, "surrogate.k2_positive"]
     k1_negative: Annotated[float, "surrogate.k1_negative"]
     k2_negative: Annotated[float, "surrogate.k2_negative"]
-    # Bounds of masks: the preset says which field each one sets.
+    # Fields of masks (`MASK_KEYWORDS`). `k2_max` and `k3_max` are for a preset with several divergences.
     keep_min: float
     keep_max: float
     divergence_max: float
@@ -113,6 +121,14 @@ MASKS: dict[str, type[Mask]] = {
 }
 """Classes by `kind`. For `Divergence`, `kind` is the name of the divergence."""
 
+MASK_KEYWORDS: dict[type[Mask], dict[str, str]] = {
+    Band: {"keep_min": "min", "keep_max": "max"},
+    Divergence: {"divergence_max": "max"},
+    OPSM: {"delta": "delta"},
+    PrefixBudget: {"divergence_max": "max", "budget": "budget", "quantile": "quantile", "weight_min": "weight_min"},
+}
+"""The field of a mask that each keyword sets."""
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -122,14 +138,20 @@ class Preset:
     does: str = ""  # what it does, in one line
     when: str = ""  # when to use it
     source: str = ""  # where the objective and its defaults come from
-    mask_keywords: Mapping[str, str] = field(default_factory=dict)  # keywords of its masks, with the path of the field
     excluded: tuple[str, ...] = ()  # keywords that it does not take
 
     @cached_property
     def paths(self) -> dict[str, str]:
         """The path of the field that each keyword of this preset sets."""
-        others = {key: path for key, path in PATHS.items() if key not in (*self.mask_keywords, *self.excluded)}
-        return {**self.mask_keywords, **{key: path for key, path in others.items() if self._has(key, path)}}
+        masks = self.objective.masks
+        # Each of several divergences has a keyword of its own: k2_max, k3_max.
+        of_masks = {
+            f"{mask.kind}_max" if isinstance(mask, Divergence) and len(masks) > 1 else key: f"masks.{place}.{name}"
+            for place, mask in enumerate(masks)
+            for key, name in MASK_KEYWORDS.get(type(mask), {}).items()
+        }
+        others = {key: path for key, path in PATHS.items() if key not in (*of_masks, *self.excluded)}
+        return {**of_masks, **{key: path for key, path in others.items() if self._has(key, path)}}
 
     def _has(self, key: str, path: str) -> bool:
         """Whether the objective has the field at `path`. A truncated weight has no `weight_min`."""

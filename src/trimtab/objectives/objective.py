@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import CheckedFields, check_advantage, one_of, within
+from trimtab.corrections.arguments import CheckedFields, PolicyLogps, check_advantage, one_of, within
 from trimtab.corrections.code_lines import Lines, write
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
@@ -33,7 +33,7 @@ from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import PolicyLogps, Ratio
+from trimtab.objectives.policies import Ratio
 from trimtab.objectives.regularizers import KL, Centering
 from trimtab.objectives.state import Metrics, State
 from trimtab.objectives.surrogates import Surrogate, Terms
@@ -195,14 +195,11 @@ class Objective(CheckedFields):
         kept = sequences.count(keep)
         policy = -_weighted_sum(select(value, keep), self.aggregation.scale(sequences, kept, state))
         scale = self.aggregation.scale_original(sequences, state)
-        regularizer, regularizer_statistics = self._regularizers(logps, terms, scale)
+        regularizer, of_regularizers = self._regularizers(logps, terms, scale)
         loss = policy + regularizer + self._nan_if_not_finite(logps, terms.on_policy)
-        statistics = {
-            **statistics,
-            **regularizer_statistics,
-            **({} if correction is None else correction.statistics),
-        }
-        return Output(loss, Metrics({**statistics, **_loss_statistics(terms, policy, keep, state)}))
+        of_correction = {} if correction is None else correction.statistics
+        of_loss = _loss_statistics(terms, policy, keep, state)
+        return Output(loss, Metrics({**statistics, **of_regularizers, **of_correction, **of_loss}))
 
     def equation(self, advantage: str | None = None) -> str:
         """Returns the loss as text: one line with its numbers, then one line for each symbol and note.
@@ -279,18 +276,9 @@ class Objective(CheckedFields):
 
     def _correct(self, logps: PolicyLogps, advantage: Tensor, masks: tuple[Mask, ...]) -> BatchCorrection:
         """Returns the correction by the weight and these masks."""
-        reads = self._correction_needs(masks)
-        return compute_correction(
-            logps.required("proximal", self.name).detach() if "proximal" in reads else None,
-            logps.required("behavior", self.name).detach(),
-            logps.mask,
-            weight=self.weight,
-            masks=masks,
-            current=logps.required("current", self.name).detach() if "current" in reads else None,
-            advantage=advantage,
-            sequence_ids=logps.sequence_ids,
-            turn=logps.required("turn", self.name) if "turn" in reads else None,
-        )
+        for name in sorted(self._correction_needs(masks)):
+            logps.required(name, self.name)
+        return compute_correction(logps, advantage, weight=self.weight, masks=masks)
 
     def _terms(self, logps: PolicyLogps, advantage: Tensor, sequences: Sequences) -> Terms:
         mask = logps.mask
@@ -369,8 +357,7 @@ class Objective(CheckedFields):
 
         A log-prob of the sampler below `MIN_BEHAVIOR` counts as not finite.
         """
-        assert logps.current is not None
-        guard = _zero_or_nan(logps.current, logps.mask)
+        guard = _zero_or_nan(logps.required("current", self.name), logps.mask)
         if "proximal" in self.needs:
             guard = guard + _zero_or_nan(logps.required("proximal", self.name), on_policy)
         if "behavior" in self.needs:

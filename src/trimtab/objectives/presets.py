@@ -14,8 +14,16 @@ from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.keywords import Preset
 from trimtab.objectives.objective import Objective
 from trimtab.objectives.policies import Ratio
-from trimtab.objectives.ratio_bounds import AgedClip, Banded, GrowingClip, SecondMoment
-from trimtab.objectives.smooth_surrogates import GammaWeight, GeometricClip, QuadraticPenalty, SoftGate
+from trimtab.objectives.ratio_bounds import (
+    AgedClip,
+    Banded,
+    GammaWeight,
+    GeometricClip,
+    GrowingClip,
+    QuadraticPenalty,
+    SecondMoment,
+    SoftGate,
+)
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Unclipped
 
 SAMPLER = Ratio("token", "behavior")
@@ -127,28 +135,24 @@ _PRESETS = (
     ),
     Preset(
         Objective("geo-mask", Ratio(), Clipped(), masks=NEAR_ONE),
-        mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="PPO without the responses whose geometric mean ratio is outside a band.",
         when="Use it to reject responses that drifted as a whole; fit the band to the length of yours.",
         source="Miles' mismatch report, with [0.99, 1.001]; the band is that of SkyRL's examples.",
     ),
     Preset(
         Objective("geo-mask-token-tis", Ratio(), Clipped(), Weight("token", "clip", 0.5, 2.0), NEAR_ONE),
-        mask_keywords={"keep_min": "masks.0.min", "keep_max": "masks.0.max"},
         does="`geo-mask` times a clipped weight per token.",
         when="Use it for a large mismatch, such as that of MoE routing; there with `weight_max=1.5`.",
         source="Miles' masked importance sampling (its mismatch helper); the band is that of SkyRL's examples.",
     ),
     Preset(
         Objective("k3-mask", Ratio(), Clipped(), masks=(Divergence("k3", "mean", 0.01),)),
-        mask_keywords={"divergence_max": "masks.0.max"},
         does="PPO without the responses whose mean k3 exceeds a bound.",
         when="Use it where drift in both directions must count: k3 never cancels over a response.",
         source="Trust-region masking, arXiv 2512.23075; verl's `seq_mean_k3`.",
     ),
     Preset(
         Objective("opsm", Ratio(), Clipped(), masks=(OPSM(0.05),), aggregation=BY_SEQUENCE),
-        mask_keywords={"delta": "masks.0.delta"},
         does="GRPO without negative responses that drifted from the sampler.",
         when="Use it for stale rollouts and many updates per batch; drift and mismatch both count.",
         source="DeepSeek-V3.2, arXiv 2512.02556.",
@@ -205,7 +209,6 @@ _PRESETS = (
             Reinforce(20.0),
             masks=(Divergence("binary_tv", "token", 0.15, "current", outward=True),),
         ),
-        mask_keywords={"divergence_max": "masks.0.max"},
         does="Drops tokens that move away from the sampler, beyond a bound on |pi - mu|.",
         when="Use it in place of a ratio clip, which stops rare tokens too early and frequent ones too late.",
         source="Divergence PPO, arXiv 2602.04879; verl's `dppo_tv`, with the cap of its code (configuration: 3).",
@@ -217,14 +220,12 @@ _PRESETS = (
             Reinforce(20.0),
             masks=(Divergence("binary_kl", "token", 0.05, "current", outward=True),),
         ),
-        mask_keywords={"divergence_max": "masks.0.max"},
         does="`dppo` with the KL divergence of {sampled token, rest}.",
         when="Use it as `dppo`, where frequent tokens need a tighter bound than rare ones.",
         source="Divergence PPO, binary KL, arXiv 2602.04879; verl's `dppo_kl`.",
     ),
     Preset(
         Objective("ipo", SAMPLER, Unclipped(), masks=(Divergence("binary_tv", "token", 0.3, "current"),)),
-        mask_keywords={"divergence_max": "masks.0.max"},
         does="Drops tokens beyond a bound on |pi - mu|, in either direction; no clip.",
         when="Use it as `dppo`, where tokens far from the sampler should not be trained at all.",
         source="The loss type `ipo` of prime-rl (not its default), without its squared log-ratio.",
@@ -238,7 +239,6 @@ _PRESETS = (
             aggregation=BY_SEQUENCE,
             advantage="batch-mean",
         ),
-        mask_keywords={"divergence_max": "masks.0.max"},
         excluded=("ceiling",),
         does="REINFORCE with token weights, without responses whose mean binary KL is large.",
         when="Use it with one response for each prompt: the advantage is relative to the whole batch.",
@@ -252,19 +252,12 @@ _PRESETS = (
             masks=(Divergence("k2", "max", 0.05, "current"), Divergence("k3", "mean", 1e-3, "current")),
             aggregation=BY_SEQUENCE,
         ),
-        mask_keywords={"k2_max": "masks.0.max", "k3_max": "masks.1.max"},
         does="Drops responses whose largest k2 or mean k3 to the sampler is large; no clip.",
         when="Use it where a bound on the change of the whole policy matters more than the number of responses used.",
         source="Trust-region masking, arXiv 2512.23075; `k3-mask` is verl's form on proximal/behavior.",
     ),
     Preset(
         Objective("cppo", SAMPLER, Unclipped(), masks=(PrefixBudget(0.15, 0.02, 0.9, 0.8),)),
-        mask_keywords={
-            "divergence_max": "masks.0.max",
-            "budget": "masks.0.budget",
-            "quantile": "masks.0.quantile",
-            "weight_min": "masks.0.weight_min",
-        },
         does="`dppo` with a budget for each response, which early tokens spend for later ones.",
         when="Use it for long responses, where an early change decides about everything that follows.",
         source="Cumulative prefix divergence, arXiv 2606.10968.",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trimtab.corrections.arguments import CheckedFields, within
 from trimtab.corrections.code_lines import Lines
-from trimtab.corrections.ratios import Number, bounded
+from trimtab.corrections.ratios import LEVELS, Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
 from trimtab.errors import TrimtabError
@@ -78,6 +78,7 @@ class Surrogate(CheckedFields, ABC):
     learns_without_advantage: whether it has a gradient even if every advantage is 0, as a regression has.
     collects: whether it needs the `magnitudes` of the whole update before the first micro-batch.
     bounds_ratio: whether it equals `Unclipped` apart from its clip or bound.
+    ratio_levels, ratio_over: the levels and the denominators of the ratio that it can have; ratio_because: why.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -86,6 +87,9 @@ class Surrogate(CheckedFields, ABC):
     learns_without_advantage: ClassVar[bool] = False
     collects: ClassVar[bool] = False
     bounds_ratio: ClassVar[bool] = False
+    ratio_levels: ClassVar[tuple[str, ...]] = LEVELS
+    ratio_over: ClassVar[tuple[str, ...]] = ("proximal", "behavior")
+    ratio_because: ClassVar[str] = ""
 
     @abstractmethod
     def __call__(self, terms: Terms, state: State) -> Value:
@@ -120,7 +124,12 @@ class Surrogate(CheckedFields, ABC):
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
         """Returns why it does not fit these parts, or None. corrected: whether there is a weight or a mask."""
-        return None
+        level = ratio.level if ratio.level in self.ratio_levels else self.ratio_levels[0]
+        over = ratio.over if ratio.over in self.ratio_over else self.ratio_over[0]
+        if ratio == Ratio(level, over):
+            return None
+        wanted = f'Ratio("{level}", "{over}"), not Ratio("{ratio.level}", "{ratio.over}")'
+        return f"{type(self).__name__} {self.ratio_because}: use {wanted}"
 
     def magnitudes(self, terms: Terms) -> Float[Tensor, "tokens"]:
         """Returns the |log-ratio| that `State.magnitudes` collects, `NOT_COUNTED` for other tokens. No gradient."""
@@ -204,6 +213,8 @@ class Regression(Surrogate):
     per_response = True
     single_policy = True
     learns_without_advantage = True
+    ratio_levels = ("sequence",)
+    ratio_because = "squares the log-ratio of a whole response"
     beta: Number = within("(0, inf)", 1e-3)
 
     def __call__(self, terms: Terms, state: State) -> Value:
@@ -222,17 +233,12 @@ class Regression(Surrogate):
         return f"-({residual}.square() / length + {slope})"
 
     def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        if ratio.level != "sequence":
-            return (
-                f"Regression squares the log-ratio of a whole response, not one at {ratio.level} level: use "
-                f'Ratio("sequence", "{ratio.over}")'
-            )
         if aggregation.kind == "seq-mean-token-mean":
             return (
                 "Regression divides a response's square by its length already: use aggregation "
                 '"trained-mean-token-sum" or "seq-mean-token-sum"'
             )
-        return None
+        return super().refusal(ratio, aggregation, corrected=corrected)
 
 
 @dataclass(frozen=True)
@@ -273,6 +279,9 @@ class LogProb(Surrogate):
     Its metrics still measure current/proximal (`ratio/`, `update/kl`), which shows how far updates move the policy.
     """
 
+    ratio_levels, ratio_over = ("token",), ("proximal",)
+    ratio_because = "has no ratio, so its level and policy have no effect"
+
     def __call__(self, terms: Terms, state: State) -> Value:
         return terms.advantage * terms.logp, {}
 
@@ -281,9 +290,6 @@ class LogProb(Surrogate):
 
     def code(self, lines: Lines) -> str:
         return "advantage * current"
-
-    def refusal(self, ratio: Ratio, aggregation: Aggregation, *, corrected: bool) -> str | None:
-        return None if ratio == Ratio() else "LogProb has no ratio, so its level and policy have no effect: use Ratio()"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,7 +45,7 @@ class RunDirectory:
         self.trajectory_folder = path / layout.TRAJECTORIES
         self.model_folder = path / layout.MODEL
         self.report = path / layout.REPORT
-        self._lock: int | None = None
+        self._lock = ExitStack()
         self._metrics: int | None = None
         self._last_step: int | None = None
         self._new = False
@@ -99,7 +99,7 @@ class RunDirectory:
         return run
 
     def _take_lock(self) -> None:
-        self._lock = _acquire_lock(self.path)
+        self._lock.enter_context(locked(self.path))
 
     @property
     def config_toml(self) -> str:
@@ -158,9 +158,7 @@ class RunDirectory:
         """Waits until no thread writes there, then releases the directory. Idempotent."""
         self._thread.shutdown()
         self._close_metrics()
-        if self._lock is not None:
-            _release_lock(self.path, self._lock)
-            self._lock = None
+        self._lock.close()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -240,39 +238,31 @@ def _encode_line(metrics: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Creates a folder and locks it for the block, like a run directory. Raises `TrimtabError` if that fails."""
+    """Creates a folder and locks it for the block. Raises `TrimtabError` if that fails or it is in use."""
+    resolved = folder.resolve()
+    if resolved in _open_directories:
+        raise TrimtabError(f"{folder} is already open in this process: close that run first")
     with atomic.readable_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = _acquire_lock(folder)
+        descriptor = os.open(folder / layout.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        _lock(descriptor, folder)
+        _open_directories.add(resolved)
         yield
     finally:
-        _release_lock(folder, lock)
+        os.close(descriptor)
+        _open_directories.discard(resolved)
 
 
-def _release_lock(path: Path, lock: int) -> None:
-    os.close(lock)
-    _open_directories.discard(path.resolve())
-
-
-def _acquire_lock(path: Path) -> int:
-    resolved = path.resolve()
-    if resolved in _open_directories:
-        raise TrimtabError(f"{path} is already open in this process: close that run first")
-    with atomic.readable_errors(path):
-        descriptor = os.open(path / layout.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
     except (BlockingIOError, PermissionError):
         owner = os.read(descriptor, 100).decode(errors="replace") or "unknown"
-        os.close(descriptor)
         raise TrimtabError(
-            f"{path} is in use by another process ({owner}): wait for it, or choose another --out"
+            f"{folder} is in use by another process ({owner}): wait for it, or choose another --out"
         ) from None
     except OSError as error:
-        os.close(descriptor)
-        raise TrimtabError(f"cannot lock {path}: {error.strerror}; choose another --out") from None
-    _open_directories.add(resolved)
-    return descriptor
+        raise TrimtabError(f"cannot lock {folder}: {error.strerror}; choose another --out") from None

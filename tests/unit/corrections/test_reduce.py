@@ -47,7 +47,6 @@ def test_selection_keeps_nan_and_inf_out_of_values_and_gradients():
     x = torch.tensor([[1.0, float("nan"), float("inf")]], requires_grad=True)
     mask = torch.tensor([[True, False, False]])
     select(x, mask).exp().sum().backward()
-    assert x.grad is not None
     assert_close(x.grad, torch.tensor([[torch.e, 0.0, 0.0]]))
 
 
@@ -89,7 +88,6 @@ def test_log_ratios_are_float32_at_least():
 def test_the_safety_bound_stops_the_gradient_and_is_counted():
     x = torch.tensor([LOG_RATIO_BOUND - 1, LOG_RATIO_BOUND + 1, -1e4], requires_grad=True)
     bounded(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [1.0, 0.0, 0.0]
     assert beyond_bound(x).tolist() == [False, True, True]
 

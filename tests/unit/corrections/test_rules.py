@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from trimtab.corrections import OPSM, Band, Divergence, PrefixBudget, Veto, Weight, compute_correction
+from trimtab.corrections.correction import BatchCorrection
+from trimtab.objectives import PolicyLogps
 
 
 def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,13 +22,20 @@ def row(*ratios: float) -> tuple[Tensor, Tensor, Tensor]:
     return behavior + log, behavior, torch.ones_like(log, dtype=torch.bool)
 
 
+def corrected(
+    proximal: Tensor | None, behavior: Tensor, mask: Tensor, *, current=None, sequence_ids=None, advantage=None, **parts
+) -> BatchCorrection:
+    logps = PolicyLogps(current, behavior, mask, proximal=proximal, sequence_ids=sequence_ids)
+    return compute_correction(logps, advantage, **parts)
+
+
 def weights(weight: Weight, *ratios: float) -> list[float]:
-    results = compute_correction(*row(*ratios), weight=weight).weight
+    results = corrected(*row(*ratios), weight=weight).weight
     return [round(value, 12) for value in results[0].tolist()]
 
 
 def kept(rule, *ratios: float, **fields) -> list[bool]:
-    return compute_correction(*row(*ratios), masks=[rule], **fields).keep[0].tolist()
+    return corrected(*row(*ratios), masks=[rule], **fields).keep[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,7 @@ def kept(rule, *ratios: float, **fields) -> list[bool]:
 )
 def test_bounds_of_token_weights(weight: Weight, expected: list[float]):
     assert weights(weight, 0.1, 0.6, 1.5, 3.0) == expected
-    kept = compute_correction(*row(0.1, 0.6, 1.5, 3.0), weight=weight).keep
+    kept = corrected(*row(0.1, 0.6, 1.5, 3.0), weight=weight).keep
     assert kept.tolist() == [[value > 0 for value in expected]], "what a mask makes 0 counts as rejected"
 
 
@@ -52,14 +61,14 @@ def test_sequence_weight_is_the_product_and_geometric_its_root():
 def test_a_weight_over_the_current_policy_reads_no_proximal_one_and_has_no_gradient():
     current, behavior, mask = row(0.5, 1.5, 3.0)
     weight = Weight("token", "truncate", max=2.0, over="current")
-    found = compute_correction(None, behavior, mask, weight=weight, current=current.requires_grad_()).weight
+    found = corrected(None, behavior, mask, weight=weight, current=current.requires_grad_()).weight
     assert found[0].tolist() == pytest.approx([0.5, 1.5, 2.0])
     assert not found.requires_grad
     assert (weight.equation(), weight.definition()) == ("sg[min(w_t, 2)]", "w_t = π(y_t)/μ(y_t)")
     with pytest.raises(ValueError, match="Weight needs current, which is None"):
-        compute_correction(behavior, behavior, mask, weight=weight)
+        corrected(behavior, behavior, mask, weight=weight)
     with pytest.raises(ValueError, match="Weight needs proximal, which is None"):
-        compute_correction(None, behavior, mask, weight=Weight(), current=current)
+        corrected(None, behavior, mask, weight=Weight(), current=current)
 
 
 def test_bounds_are_on_the_ratio_and_not_on_its_inverse():
@@ -101,9 +110,9 @@ def test_divergence_rules_at_their_threshold(kind, value):
 
 def test_veto_drops_the_sequence_of_one_impossible_token_unless_it_is_masked():
     proximal, behavior, mask = (torch.cat([tensor, tensor]) for tensor in row(1.0, 1e-5, 1.0))
-    assert compute_correction(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [[False] * 3] * 2
+    assert corrected(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [[False] * 3] * 2
     mask[0, 1] = False
-    assert compute_correction(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [
+    assert corrected(proximal, behavior, mask, masks=[Veto(1e-4)]).keep.tolist() == [
         [True, False, True],
         [False] * 3,
     ]
@@ -117,14 +126,10 @@ def test_opsm_needs_both_a_bad_advantage_and_distance_from_the_sampler():
     advantage = torch.tensor([[-1.0], [0.0], [1.0], [-1e-9]])
     for delta, expected in ((0.05, [False, True, True, False]), (0.07, [True] * 4)):
         # The proximal policy plays no part: here it equals the sampler.
-        results = compute_correction(
-            behavior, behavior, mask, masks=[OPSM(delta)], current=behavior + log, advantage=advantage
-        )
+        results = corrected(behavior, behavior, mask, masks=[OPSM(delta)], current=behavior + log, advantage=advantage)
         assert results.keep[:, 0].tolist() == expected
         assert results.keep[:, 1].tolist() == expected
-    upward = compute_correction(
-        behavior, behavior, mask, masks=[OPSM(0.05)], current=behavior - log, advantage=advantage
-    )
+    upward = corrected(behavior, behavior, mask, masks=[OPSM(0.05)], current=behavior - log, advantage=advantage)
     assert upward.keep.all(), "a sequence that became more likely is kept"
 
 
@@ -141,7 +146,7 @@ def test_opsm_of_the_other_sign_is_its_control(sign: str, kept_rows: list[bool],
     behavior, drift = torch.full((6, 2), -1.0), torch.tensor([[0.06]] * 3 + [[0.0]] * 3)
     mask, advantage = torch.ones(6, 2, dtype=torch.bool), torch.tensor([[-1.0], [0.0], [1.0]] * 2)
     rule = OPSM(0.05, sign)
-    result = compute_correction(behavior, behavior, mask, masks=[rule], current=behavior - drift, advantage=advantage)
+    result = corrected(behavior, behavior, mask, masks=[rule], current=behavior - drift, advantage=advantage)
     assert result.keep[:, 0].tolist() == kept_rows + [True] * 3
     assert condition in rule.equation()
 
@@ -156,7 +161,7 @@ def test_opsm_refuses_per_token_advantages():
 
 def test_rules_are_anded_and_each_counts_from_the_original_mask():
     rules = [Band("token", 0.5, 2.0), Divergence("k2", "token", 0.1), Band("token", 0.9, 1.1)]
-    results = compute_correction(*row(1.0, 3.0, 0.4, 1.2), masks=rules)
+    results = corrected(*row(1.0, 3.0, 0.4, 1.2), masks=rules)
     assert results.keep.tolist() == [[True, False, False, False]]
     shares = {name: float(part.summary()[""]) for name, part in results.statistics.items()}
     assert shares == {
@@ -181,8 +186,8 @@ def test_a_veto_bounds_the_ratio_or_the_probability():
         (Veto(1e-4, of="probability"), False),
         (Veto(4e-5, of="probability"), True),
     ):
-        assert compute_correction(proximal, behavior, mask, masks=[veto]).keep.all() == expected
-    current = compute_correction(None, behavior, mask, masks=[Veto(1e-4, "probability", "current")], current=proximal)
+        assert corrected(proximal, behavior, mask, masks=[veto]).keep.all() == expected
+    current = corrected(None, behavior, mask, masks=[Veto(1e-4, "probability", "current")], current=proximal)
     assert not current.keep.any()
 
 
@@ -266,13 +271,13 @@ def test_prefix_budget_of_ragged_rows_and_of_packed_sequences(seed: int, quantil
             values = (current[row][where].tolist(), behavior[row][where].tolist(), advantage[row].item())
             expected[row, where] = torch.tensor(budget_by_hand(rule, *values))
     given = {"weight": None, "masks": [rule]}
-    rows = compute_correction(None, behavior, mask, current=current, advantage=advantage, **given)
+    rows = corrected(None, behavior, mask, current=current, advantage=advantage, **given)
     assert torch.equal(rows.keep, expected)
     assert 0 < int(expected.sum()) < int(mask.sum())
     # Column by column the tokens of all sequences alternate; every sequence keeps its own order.
     ids = torch.arange(6)[:, None].expand(6, 20)
     mixed = [value.expand(6, 20).T.reshape(4, 30) for value in (behavior, mask, current, advantage, ids)]
-    packed = compute_correction(
+    packed = corrected(
         None, *mixed[:2], current=mixed[2], advantage=mixed[3], sequence_ids=mixed[4].contiguous(), **given
     )
     assert torch.equal(packed.keep.reshape(20, 6).T, expected)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from trimtab.corrections import Histogram, Weight, compute_correction
+from trimtab.corrections.arguments import PolicyLogps
 from trimtab.corrections.correction import BLOCK_TOKENS
 from trimtab.corrections.statistics import QUANTILES
 from trimtab.objectives import mismatch
@@ -126,8 +127,7 @@ def test_bounded_quantiles_follow_the_weight():
     rollout = torch.zeros(1, 1001, dtype=torch.float64)
     mask = torch.ones(1, 1001, dtype=torch.bool)
     for weight in (Weight(max=1.5), Weight(bound="clip", min=0.6, max=3.0), Weight(bound="mask", min=0.5, max=2.0)):
-        results = compute_correction(log[None], rollout, mask, weight=weight)
-        assert results.weight is not None
+        results = compute_correction(PolicyLogps(None, rollout, mask, proximal=log[None]), weight=weight)
         summary = results.statistics["weight"].summary()
         exact = results.weight[0].quantile(torch.tensor(QUANTILES, dtype=torch.float64))
         for level, value in zip(QUANTILES, exact.tolist(), strict=True):
@@ -141,18 +141,14 @@ def test_blocks_of_a_large_batch_add_up(monkeypatch):
     make = torch.Generator().manual_seed(0)
     rollout = -torch.rand(33, 50, generator=make)
     train, mask = rollout + 0.1 * torch.randn(33, 50, generator=make), torch.rand(33, 50, generator=make) < 0.6
-    rules = {"weight": Weight("sequence", "mask", 0.8, 1.3), "measure": True}
-    whole = compute_correction(train, rollout, mask, **rules)
+    logps, weight = PolicyLogps(None, rollout, mask, proximal=train), Weight("sequence", "mask", 0.8, 1.3)
+    whole = compute_correction(logps, weight=weight, measure=True)
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", 250)  # five rows: the last block is smaller
-    parts = compute_correction(train, rollout, mask, **rules)
-    assert whole.weight is not None
-    assert parts.weight is not None
+    parts = compute_correction(logps, weight=weight, measure=True)
     assert_close(parts.weight, whole.weight)
     assert (parts.keep == whole.keep).all()
-    assert whole.mismatch is not None
-    assert parts.mismatch is not None
-    expected = {name: float(value) for name, value in whole.mismatch.summary().items()}
-    assert {name: float(value) for name, value in parts.mismatch.summary().items()} == pytest.approx(expected, rel=1e-5)
+    values = [{name: float(one) for name, one in of.statistics[""].summary().items()} for of in (parts, whole)]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
 def test_extreme_ratios_leave_finite_statistics_and_are_counted():

@@ -172,8 +172,8 @@ ROWS = Aggregation("trained-mean-token-sum")
 @pytest.mark.parametrize(
     ("parts", "line"),
     [
-        ({"ratio": Ratio("token", "behavior"), "surrogate": Regression()}, 'token level: use Ratio."sequence", "behav'),
-        ({"ratio": Ratio("geometric"), "surrogate": Regression()}, 'geometric level: use Ratio."sequence", "proximal"'),
+        ({"ratio": Ratio("token", "behavior"), "surrogate": Regression()}, 'use Ratio."sequence", "behavior".,'),
+        ({"ratio": Ratio("geometric"), "surrogate": Regression()}, '"proximal"., not Ratio."geometric"'),
         (
             {"ratio": SEQUENCE, "surrogate": Regression(), "aggregation": Aggregation("seq-mean-token-mean")},
             "divides a response's square by its length already",

@@ -27,13 +27,6 @@ def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_it_reads_no_proximal_policy():
-    obj = objective(DPPO)
-    assert obj.needs == {"behavior"}
-    assert obj.prepare_needs == frozenset()
-    assert objective(DPPO, denominator="kept").prepare_needs == {"current"}
-
-
 def test_its_equation_and_its_configuration_lines_need_no_other_file():
     text = objective(DPPO, tv_max=0.2, kl_coef=0.1).equation()
     assert text.splitlines()[0] == "loss = −1/D Σ m·keep·r_t A + 0.1·KL"

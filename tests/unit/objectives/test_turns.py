@@ -129,7 +129,7 @@ def test_a_level_of_turns_without_turns_is_refused() -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="give the number of the model turn of each token"):
         correct(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2).bool(), weight=Weight("turn"))
-    with pytest.raises(TrimtabError, match="not one at turn level"):
+    with pytest.raises(TrimtabError, match=r'not Ratio."turn", "behavior"'):
         Objective("oapl", Ratio("turn", "behavior"), Regression())
 
 

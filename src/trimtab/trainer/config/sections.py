@@ -38,10 +38,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class PluginSection(BaseModel):
+class PluginSection(Section):
     """A section that names a part and contains the keywords of that part."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
     name: str
 
     @model_validator(mode="after")

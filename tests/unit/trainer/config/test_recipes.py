@@ -229,16 +229,18 @@ def test_a_bound_may_be_infinite() -> None:
     assert load_config("laboratory", ["objective.weight_max=inf"]).objective.keywords["weight_max"] == float("inf")
 
 
-@pytest.mark.parametrize("best", [[], ["eval/sort/greedy", "eval/sort/greedy"]])
-def test_a_list_of_metrics_names_at_least_one_and_each_once(best: list[str]) -> None:
-    with pytest.raises(TrimtabError, match=r"eval\.best: name at least one metric, and each once"):
-        load_config("laboratory", [f"eval.best={best}"])
-
-
-@pytest.mark.parametrize("answer", ["(", "a{99999999999999999999}"])
-def test_an_answer_is_a_regular_expression(answer: str) -> None:
-    overrides = ["environment.name=python", f"environment.answer='{answer}'"]
-    with pytest.raises(TrimtabError, match=r"environment\.answer: '.*' is not a regular expression: ") as error:
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        *(([f"eval.best={best}"], "name at least one metric, and each once") for best in ([], ["eval/a"] * 2)),
+        *(
+            (["environment.name=python", f"environment.answer='{answer}'"], "'.*' is not a regular expression: ")
+            for answer in ("(", "a{99999999999999999999}")
+        ),
+    ],
+)
+def test_a_value_that_its_key_cannot_take_is_refused_in_one_line(overrides: list[str], named: str) -> None:
+    with pytest.raises(TrimtabError, match=f"{overrides[-1].partition('=')[0]}: {named}") as error:
         load_config("laboratory", overrides)
     assert "\n" not in str(error.value)
 
