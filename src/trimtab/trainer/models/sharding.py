@@ -1,14 +1,14 @@
 """Shards a model over ranks with FSDP2: one parameter group per decoder layer, one for the rest.
 
 FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
-and then reads the head's weight outside of any forward. Therefore the forward of a sharded model also accepts a
-function: `with_full_weights` runs it while embedding, final norm and head are gathered, in forward and backward.
+and then reads the head's weight outside of any forward. Therefore a sharded model has a further method that FSDP treats
+as a forward: `with_full_weights` calls a function while embedding, final norm and head are gathered, in forward and
+backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,22 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class _Work:
-    """A function to run while a model's weights are gathered."""
-
-    do: Callable[[], Any]
-
-
-class _Forward:
-    """The forward of a sharded model: runs a `_Work` argument, or else the original forward."""
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self._original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0].do() if args and isinstance(args[0], _Work) else self._original(*args, **kwargs)
+_GATHERED = "call_with_gathered_weights"
+"""Name of the method of a sharded model that calls a function while its weights are gathered."""
 
 
 def apply_fsdp(
@@ -56,7 +42,14 @@ def apply_fsdp(
         offload: parameters, gradients and optimizer state stay in CPU memory; weights are copied to the device.
         reshard: free a layer's weights after its forward and gather them again for its backward.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     reduce = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     pinned = mesh.device_type == "cuda"
@@ -81,8 +74,8 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
-    model.forward = _Forward(model.forward)
-    model.register_forward_hook(_free)
+    setattr(model, _GATHERED, lambda work: work())
+    register_fsdp_forward_method(model, _GATHERED)
 
 
 def _move_to_mesh(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
@@ -105,15 +98,14 @@ def with_full_weights(model: Any, work: Callable[[], T]) -> T:
 
     Everything that needs a gradient must be returned by `work`: a tensor, or a tuple of tensors.
     """
-    return model(_Work(work)) if isinstance(vars(model).get("forward"), _Forward) else work()
-
-
-def _free(model: nn.Module, _args: Any, _result: Any) -> None:
-    """Frees gathered weights after a forward without gradient. Otherwise the next forward would use stale weights."""
-    if not torch.is_grad_enabled():
+    if not hasattr(model, _GATHERED):
+        return work()
+    result = getattr(model, _GATHERED)(work)
+    if not torch.is_grad_enabled():  # without a backward, which frees weights, the next forward would use stale ones
         for module in model.modules():
             if hasattr(module, "reshard"):
-                module.reshard()  # pyright: ignore[reportCallIssue]
+                module.reshard()
+    return result
 
 
 def local_shard(tensor: Tensor) -> Tensor:
