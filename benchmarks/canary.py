@@ -23,7 +23,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 from trimtab.trainer.models.load import load
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.rollout.canary import UNMOVED_SIGMAS, Canary
 from trimtab.types import Prompt, SamplingParams
 

@@ -26,7 +26,7 @@ from trimtab.trainer.config import Config, is_recipe, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.engines.stopping import eos_ids
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import Completion, Engine, IntArray, Problem, Prompt, SamplingParams
 

@@ -17,7 +17,7 @@ import torch
 from trimtab.diagnosis.records import CAUSES
 from trimtab.preflight.engine_pair import EXACT, MARGIN, EnginePair, Outcome, ScoredResponses
 from trimtab.text import join_names, short
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.types import Prompt
 
 NOISE = 0.1

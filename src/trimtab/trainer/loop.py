@@ -38,7 +38,7 @@ from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
 from trimtab.trainer.learner import Learner
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.observer import Moment, Observer, Sink
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks

@@ -18,9 +18,8 @@ from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.trainer.engines.stopping import generation_config
 from trimtab.trainer.models import invariant
-from trimtab.trainer.models.load import LoadedModel, default_device
+from trimtab.trainer.models.load import LoadedModel, default_device, silence_transformers
 from trimtab.trainer.models.matmul import use_fast_linear
-from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.types import Engine
 
 

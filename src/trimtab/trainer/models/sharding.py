@@ -1,4 +1,4 @@
-"""Shards a model over ranks with FSDP2: one parameter group per decoder layer, one for the rest.
+"""Shards a model over ranks with FSDP2 (one parameter group per decoder layer, one for the rest); weights as a whole.
 
 FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
 and then reads the head's weight outside of any forward. Therefore a sharded model has a further method that FSDP treats
@@ -8,7 +8,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+_BASE_LAYER = ".base_layer"
+"""What peft adds to the name of a weight that has an adapter."""
 
 _GATHERED = "call_with_gathered_weights"
 """Name of the method of a sharded model that calls a function while its weights are gathered."""
@@ -42,40 +45,33 @@ def apply_fsdp(
         offload: parameters, gradients and optimizer state stay in CPU memory; weights are copied to the device.
         reshard: free a layer's weights after its forward and gather them again for its backward.
     """
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        FSDPModule,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed import fsdp
 
     reduce = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     pinned = mesh.device_type == "cuda"
     options: dict[str, Any] = {
         "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if offload else fsdp.OffloadPolicy(),
     }
-    layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    layer_policy = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     layers, aliases = decoder_stack(model).layers, shared_parameters(model)
     inner = {id(module) for layer in layers for module in layer.modules()}
     for layer in layers:
         _move_to_mesh(layer.modules(), mesh)
-        fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
+        fsdp.fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
     # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
-    root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    root_policy = fsdp.MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
     _move_to_mesh((module for module in model.modules() if id(module) not in inner), mesh)
     for name, first in aliases.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
-    fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
+    fsdp.fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     setattr(model, _GATHERED, lambda work: work())
-    register_fsdp_forward_method(model, _GATHERED)
+    fsdp.register_fsdp_forward_method(model, _GATHERED)
 
 
 def _move_to_mesh(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
@@ -132,3 +128,22 @@ def shared_parameters(model: nn.Module) -> dict[str, str]:
             aliases[name] = first[id(parameter)]
         first.setdefault(id(parameter), name)
     return aliases
+
+
+@torch.no_grad()
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields every weight, with adapters merged, under the name it has without adapters.
+
+    The merge does not modify the model: peft's merge followed by unmerge is not exact in floating point and would
+    slowly change the frozen base. Weights of a sharded model are gathered one at a time: every rank must iterate over
+    all of them, and a tied one is yielded once.
+    """
+    deltas = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    again = shared_parameters(model)
+    for name, weight in model.state_dict().items():
+        if ".lora_" in name or (is_sharded(weight) and name in again):
+            continue
+        plain = name.replace(_BASE_LAYER, "")
+        adapted: Any = deltas.get(plain) if _BASE_LAYER in name else None
+        merged = weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)
+        yield plain, full_tensor(merged)

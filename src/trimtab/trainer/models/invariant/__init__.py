@@ -212,7 +212,3 @@ def _check(model: Any) -> None:
         reason = reason or ("" if known else f"does not know {type(module).__name__}, as which {name} has {path}")
     if reason:
         raise TrimtabError(f'numerics = "invariant" {reason}: use numerics = "native"')
-
-
-def is_invariant(model: Any) -> bool:
-    return model.config._attn_implementation == INVARIANT_IMPLEMENTATION
