@@ -121,32 +121,16 @@ class DecoderStack(NamedTuple):
 
 
 def decoder_stack(model: Any) -> DecoderStack:
-    """Returns the decoder layers of a model or peft wrapper: its only list of `num_hidden_layers` modules."""
+    """Returns the decoder layers of a model of `FAMILIES` or of its peft wrapper: the only list in its backbone."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    name = type(model).__name__
-    if not hasattr(model, "get_input_embeddings"):
-        raise TrimtabError(f"cannot find the decoder layers of a {name}: give a transformers causal language model")
-    count: int | None = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    # Lists inside a layer (experts) may have the same length and are excluded.
-    lists = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    }
-    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    if len(outer) != 1:
-        result = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
-        raise TrimtabError(
-            f"cannot find the decoder layers of a {name}: expected one list of {count} modules, found {result}; "
-            "use a decoder-only causal language model"
-        )
-    parent = model.get_submodule(outer[0].rpartition(".")[0])
-    embedding: Any = model.get_input_embeddings()
+    check_architecture(model.config.model_type)
+    parts = list(model.base_model.children())
+    [layers] = (part for part in parts if isinstance(part, nn.ModuleList))
     return DecoderStack(
-        layers=tuple(lists[outer[0]]),
-        final_norms=tuple(child for child in parent.children() if is_norm(child)),
-        dtype=embedding.weight.dtype,
+        layers=tuple(layers),
+        final_norms=tuple(part for part in parts if is_norm(part)),
+        dtype=model.get_input_embeddings().weight.dtype,
     )
 
 

@@ -11,6 +11,7 @@ All passes over a micro-batch, with and without gradient, have the same numerics
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from trimtab.trainer.models.architecture import ModelParts, model_parts
 from trimtab.trainer.models.fused_head import HeadScores, token_scores
 from trimtab.trainer.models.matmul import MULTIPLE, padding_rows
 from trimtab.trainer.models.packed_attention import PackedLayout
-from trimtab.trainer.models.routing import routed
+from trimtab.trainer.models.routing import record_routing, replay_routing
 from trimtab.trainer.models.sharding import with_full_weights
 
 IntRow = NDArray[np.int64]
@@ -175,7 +176,10 @@ def score(
     def work() -> HeadScores:
         nonlocal chosen
         parts = model_parts(model)
-        with routed(model, None if routes is None else routes.to(places.run.device), record) as tape:
+        with (
+            nullcontext() if routes is None else replay_routing(model, routes.to(places.run.device)),
+            record_routing(model) if record else nullcontext() as tape,
+        ):
             hidden = _packed_hidden(parts, batch)
         chosen = None if tape is None else tape.take()
         return token_scores(

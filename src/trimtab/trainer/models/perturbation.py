@@ -68,8 +68,8 @@ class Perturbation(nn.Module):
     """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and no part of the model.
 
     `layers` is "all", "logits", or layers and inclusive ranges "0-4,12"; `std` is the initial sigma of all layers, or a
-    list with one for each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, a list of
-    another length, or a model without decoder layers.
+    list with one for each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, or a
+    list of another length.
     """
 
     def __init__(self, model: Any, layers: str = "all", std: float | Sequence[float] = 1e-4) -> None:
