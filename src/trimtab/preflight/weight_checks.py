@@ -39,7 +39,9 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
             wrong = _different(pair)
             published, fresh = (pair.compare(prompts, PROBE_TOKENS) for prompts in (seen, unseen))
             if wrong:
-                problem, step = _undelivered(pair, wrong, changed), CAUSES["undelivered"].fix
+                left = f"not published: {join_names(wrong)}; compared tensor by tensor"
+                everything = f"{_nothing_arrived(pair)}: all {len(changed)} changed tensors differ"
+                problem, step = everything if set(wrong) >= set(changed) else left, CAUSES["undelivered"].fix
             else:
                 problem, step = _verdict(pair, withheld, published, fresh, limit)
     finally:
@@ -75,13 +77,6 @@ def _different(pair: EnginePair) -> list[str]:
     held = dict(pair.engine.named_weights()) if pair.weights_in_use else {}
     weights = ((name, tensor) for name, tensor in named_weights(pair.model) if name in held)
     return [name for name, tensor in weights if not torch.equal(held[name], tensor.to(held[name]))]
-
-
-def _undelivered(pair: EnginePair, wrong: Sequence[str], changed: Sequence[str]) -> str:
-    """Returns which tensors did not arrive, in words. changed: all tensors that the publication had to change."""
-    if set(wrong) >= set(changed):
-        return f"{_nothing_arrived(pair)}: all {len(changed)} changed tensors differ"
-    return f"not published: {join_names(wrong)}; compared tensor by tensor"
 
 
 def _nothing_arrived(pair: EnginePair) -> str:

@@ -59,7 +59,7 @@ def build_engine(config: Config, folder: Path, loaded: LoadedModel | None = None
 
         tokenizer = _tokenizer(folder) if loaded is None else loaded.tokenizer
         return VllmEngine(folder, tokenizer, config.engine)
-    model, tokenizer, _ = loaded or _without_weights(config, folder)
+    model, tokenizer = loaded or _without_weights(config, folder)
     dtype, routes = getattr(torch, config.engine.dtype), config.routing.replay == "rollout"
     return EmbeddedEngine(model, tokenizer, dtype, quantization=weight_quantization(config), routes=routes)
 
@@ -75,7 +75,7 @@ def _without_weights(config: Config, folder: Path) -> LoadedModel:
     use_fast_linear(model.base_model)
     if config.numerics == "invariant":
         invariant.make_invariant(model)
-    return LoadedModel(model.to(default_device()).eval(), tokenizer, str(folder))
+    return LoadedModel(model.to(default_device()).eval(), tokenizer)
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -61,11 +61,10 @@ INVARIANT = tuple(name for name, family in FAMILIES.items() if family.invariant)
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parts of a model: `logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T + bias`."""
+    """The parts of a model: `logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T`."""
 
     backbone: nn.Module
     weight: Tensor  # (vocabulary, hidden)
-    bias: Tensor | None  # (vocabulary,)
     softcap: float | None
     invariant: bool = False  # whether the model uses `models/invariant`
     head: object = None  # the head module: its weight is another object while a sharded model is gathered
@@ -82,8 +81,6 @@ def check_architecture(kind: str, where: str = "") -> None:
 
 def model_parts(model: Any) -> ModelParts:
     """Returns the parts of a causal language model; peft adapters inside its backbone are kept."""
-    if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model
-        model = model.get_base_model()
     kind, attention = model.config.model_type, model.config._attn_implementation
     check_architecture(kind)
     if attention not in (PACKED_IMPLEMENTATION, INVARIANT_IMPLEMENTATION):
@@ -92,15 +89,14 @@ def model_parts(model: Any) -> ModelParts:
             f"model.set_attn_implementation({PACKED_IMPLEMENTATION!r}), as trimtab.trainer.models.load does"
         )
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear or head.bias is not None:
         raise TrimtabError(
-            f"the head of this {kind!r} model is a {type(head).__name__}, not a plain linear layer; "
+            f"the head of this {kind!r} model is a {type(head).__name__}, not a plain linear layer without bias; "
             "leave the head out of adapters and quantisation"
         )
     return ModelParts(
         backbone=model.base_model,
         weight=head.weight,
-        bias=head.bias,
         softcap=getattr(model.config, "final_logit_softcapping", None),
         invariant=is_invariant(model),
         head=head,
@@ -121,9 +117,7 @@ class DecoderStack(NamedTuple):
 
 
 def decoder_stack(model: Any) -> DecoderStack:
-    """Returns the decoder layers of a model of `FAMILIES` or of its peft wrapper: the only list in its backbone."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    """Returns the decoder layers of a model of `FAMILIES`: the only list in its backbone."""
     check_architecture(model.config.model_type)
     parts = list(model.base_model.children())
     [layers] = (part for part in parts if isinstance(part, nn.ModuleList))

@@ -35,11 +35,10 @@ MAX_TOKEN_ID = 1 << 24
 
 
 class LoadedModel(NamedTuple):
-    """A policy ready to score and to train. `path`: where its files are, or a laboratory model's name."""
+    """A policy ready to score and to train."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    path: str
 
 
 def default_device() -> torch.device:
@@ -62,7 +61,7 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         use_fast_linear(model.base_model)
-        return LoadedModel(model, tokenizer, path)
+        return LoadedModel(model, tokenizer)
     local = _local(path)
     if local.is_dir():
         return _from_folder(str(local), path, dtype, weights)
@@ -122,7 +121,7 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
     _check_complete(info, name)
     _ensure_padding_token(tokenizer, model, name)
     use_fast_linear(model.base_model)
-    return LoadedModel(model, tokenizer, source)
+    return LoadedModel(model, tokenizer)
 
 
 def _check_complete(info: Mapping[str, Any], name: str) -> None:

@@ -87,7 +87,6 @@ class Perturbation(nn.Module):
             )
         start = torch.tensor(stds, dtype=torch.float64).log().float()
         self.log_sigma = nn.Parameter(start.to(next(model.parameters()).device))
-        self._seed: int | None = None  # of the current pass
 
     @property
     def names(self) -> list[str]:
@@ -109,16 +108,9 @@ class Perturbation(nn.Module):
         checkpointing recomputes with the noise of the same forward. `coverage` counts changed entries.
         sigmas: what `sigmas()` returned since the last update; None: read now, which waits for the device.
         """
-        if self._seed is not None:
-            raise TrimtabError(
-                f"the perturbation is attached already, with seed {self._seed}; leave that context first"
-            )
-        self._seed, sigmas = seed, self.sigmas() if sigmas is None else sigmas
-        try:
-            with self._logits(seed, sigmas) if self._head else self._layers(seed, sigmas, coverage):
-                yield
-        finally:
-            self._seed = None
+        sigmas = self.sigmas() if sigmas is None else sigmas
+        with self._logits(seed, sigmas) if self._head else self._layers(seed, sigmas, coverage):
+            yield
 
     @contextmanager
     def _logits(self, seed: int, sigmas: Mapping[str, float]) -> Iterator[None]:

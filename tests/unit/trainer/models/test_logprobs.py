@@ -240,7 +240,8 @@ def test_frozen_head_and_adapters_train() -> None:
 
     base = build("llama")
     plain = torch.cat(rows(score(base, batch()).logp))
-    model = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(copy.deepcopy(base), lora).get_base_model()
     logp = score(model, batch()).logp
     assert torch.allclose(torch.cat(rows(logp)), plain, atol=1e-6)  # adapters start at zero
     trained = gradients(model, logp.sum())
@@ -255,6 +256,7 @@ def test_frozen_head_and_adapters_train() -> None:
         (lambda model: setattr(model.config, "model_type", "granite"), "cannot score architecture 'granite'"),
         (lambda model: model.set_attn_implementation("sdpa"), "attention 'sdpa' cannot read packed rows"),
         (lambda model: setattr(model, "lm_head", torch.nn.Sequential(model.lm_head)), "not a plain linear layer"),
+        (lambda model: setattr(model, "lm_head", torch.nn.Linear(16, 60)), "not a plain linear layer without bias"),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(change: Any, message: str) -> None:

@@ -179,7 +179,8 @@ def test_models_with_adapters_replay(targets: dict[str, Any]) -> None:
     """Where the router's own weight is adapted, it is wrapped, and still the one that is asked."""
     from peft import LoraConfig, get_peft_model
 
-    model: Any = get_peft_model(build("qwen3_moe"), LoraConfig(r=2, task_type="CAUSAL_LM", **targets))
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", **targets)
+    model: Any = get_peft_model(build("qwen3_moe"), lora).get_base_model()
     assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
     free = score(model, batch(), record=True)
     again = score(model, batch(), routes=free.routes)
