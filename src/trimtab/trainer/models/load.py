@@ -113,15 +113,17 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
             setattr(config, key, 0.0)
     with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
+        attention = {"attn_implementation": PACKED_IMPLEMENTATION}
         if weights:  # parameters of a wrong shape are refused below, by name
-            options = {"config": config, "attn_implementation": PACKED_IMPLEMENTATION}
-            model, info = _load_weights(source, dtype, **options, ignore_mismatched_sizes=True)
+            model, info = _load_weights(source, dtype, config=config, ignore_mismatched_sizes=True, **attention)
         else:
-            model, info = _without_weights(config, dtype), {"missing_keys": (), "mismatched_keys": ()}
+            info = {"missing_keys": (), "mismatched_keys": ()}
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **attention)
     _check_complete(info, name)
     _ensure_padding_token(tokenizer, model, name)
     use_fast_linear(model.base_model)
-    return LoadedModel(model, tokenizer)
+    return LoadedModel(model.eval(), tokenizer)
 
 
 def _check_complete(info: Mapping[str, Any], name: str) -> None:
@@ -178,12 +180,6 @@ def _load_weights(source: str, dtype: torch.dtype, **options: Any) -> Any:
     """Returns the model and transformers' report on its parameters."""
     options |= {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-
-
-def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    options = {"dtype": dtype, "attn_implementation": PACKED_IMPLEMENTATION, "trust_remote_code": False}
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options).eval()
 
 
 @contextmanager
