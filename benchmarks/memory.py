@@ -5,11 +5,10 @@
     .venv/bin/python benchmarks/memory.py --computed          # large models and long rows, arithmetic alone
 
 Every row is a process of its own: it loads the model, makes an update of one micro-batch and one of two with the
-trainer's own parts (forward, backward, clipping, fused AdamW) on random tokens, in an accelerator's rows and tiles. It
-reads the highest resident memory of the second update less what it had before the model was loaded. malloc returns
-large blocks at once there, so that resident memory follows the tensors. `kept` (with the weights' copies) is counted
-exactly, from the tensors autograd saves; what checkpointing keeps does not pass there. Target: computed within 15% of
-measured.
+trainer's own parts (forward, backward, clipping, fused AdamW) on random tokens, and reads the highest resident memory
+of the second update less what it had before the model was loaded. malloc returns large blocks at once there, so that
+resident memory follows the tensors. `kept` (with the weights' copies) is counted exactly, from the tensors autograd
+saves; what checkpointing keeps does not pass there. Target: computed within 15% of measured.
 """
 
 from __future__ import annotations
@@ -79,13 +78,11 @@ def measure(case: Case) -> dict[str, Any]:
 
     from trimtab.trainer.build_model import prepare_model
     from trimtab.trainer.config import load_config
-    from trimtab.trainer.models import fused_head, packed_attention
     from trimtab.trainer.models.load import load
     from trimtab.trainer.models.logprobs import TokenBatch, score
     from trimtab.trainer.optim import build_optimizer
 
     config = load_config({"model": {"path": case.model, "gradient_checkpointing": case.recompute}})
-    packed_attention.MIN_WIDTH, fused_head.on_accelerator = 1, lambda _: True  # an accelerator's path
     torch.set_num_threads(1)
     (torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()  # the libraries' own memory
     before = resident()
@@ -130,6 +127,7 @@ def computed(case: Case, config: Any) -> dict[str, float]:
         response=case.response,
         compute=2 if case.autocast else 4,
         recompute=case.recompute,
+        cpu=True,
     )
     return rank_memory(Shape.of(config), rank)
 

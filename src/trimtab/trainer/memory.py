@@ -5,10 +5,11 @@
                                      layers, the gradient of one, and all weights outside of the layers
     kept                             activations kept for the backward; with checkpointing, one input for each layer
     layer                            one layer during its backward
-    attention                        rows of prompt and response; the fused kernel keeps no scores
+    attention                        on a CPU one block of scores and its mask: some queries of a long row, or several
+                                     short rows; on an accelerator, with no scores kept, rows of prompt and response
     head                             hidden states, tiles of logits, and the dense gradient of the head
 
-All terms are in bytes. `benchmarks/memory.py` compares them with measurements of the same path on a CPU.
+All terms are in bytes. `benchmarks/memory.py` compares the terms with measurements on a CPU.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from trimtab.trainer.config import Config
+from trimtab.trainer.models import fused_head
 from trimtab.trainer.models.architecture import decoder_stack
-from trimtab.trainer.models.fused_head import ACCELERATED, KEPT_LOGITS, TILE_TOKENS, TILE_VOCABULARY
+from trimtab.trainer.models.fused_head import KEPT_LOGITS, TILE_TOKENS, TILE_VOCABULARY
+from trimtab.trainer.models.packed_attention import BLOCK_QUERIES, BLOCK_SCORES, MAX_SAVED_SCORES
 
 FLOAT32 = 4  # bytes of a value
 
@@ -138,6 +141,7 @@ class Rank:
     compute: int = 2  # bytes per value in products
     recompute: bool = False  # gradient checkpointing
     offload: bool = False  # optimizer in CPU memory
+    cpu: bool = False  # whether it computes on a CPU, in smaller blocks
 
     @property
     def row_tokens(self) -> int:
@@ -155,9 +159,11 @@ def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
     if rank.recompute:
         kept = shape.layers * FLOAT32 * hidden * rank.tokens + last
     else:
-        # Besides packed tokens, rows of a prompt and a response each.
-        rows = rank.row_tokens * (2 * compute * (shape.queries + shape.keys) + FLOAT32 * shape.heads)
-        attention = rows - rank.tokens * compute * (shape.queries + 2 * shape.keys)
+        scores = rank.rows * shape.heads * rank.response * (rank.prompt + rank.response)
+        attention = scores * compute if rank.cpu and scores <= MAX_SAVED_SCORES else 0.0
+        if not rank.cpu:  # besides packed tokens, rows of a prompt and a response each
+            rows = rank.row_tokens * (2 * compute * (shape.queries + shape.keys) + FLOAT32 * shape.heads)
+            attention = rows - rank.tokens * compute * (shape.queries + 2 * shape.keys)
         kept = shape.layers * (layer + attention) + last
     logits = rank.scored * shape.vocabulary * compute
     kept += logits if logits <= KEPT_LOGITS else 0.0
@@ -165,7 +171,8 @@ def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
     gradients = (3 * compute * shape.inner + 3 * FLOAT32 * hidden) * rank.tokens
     # Hidden states and their gradient in float32 and in the dtype of the products.
     states = rank.scored * hidden * (2 * FLOAT32 + 2 * compute)
-    tile = TILE_TOKENS * TILE_VOCABULARY * ACCELERATED**2
+    # Both sides of a tile are larger on an accelerator.
+    tile = TILE_TOKENS * TILE_VOCABULARY * (1 if rank.cpu else fused_head.ACCELERATED**2)
     return {
         "weights": shard,
         "gradients": shard,
@@ -182,8 +189,8 @@ def layer_activations(shape: Shape, rank: Rank) -> float:
     """Returns the bytes per token that a layer keeps for its backward."""
     # The residual before attention and before the feed-forward network, and the norms of both.
     residuals = 4 * FLOAT32 * shape.hidden
-    # Autocast makes a rounded copy of the input of every product: queries, keys, values, gate and up. In float32 a CPU
-    # makes a padded copy instead.
+    # Autocast makes a rounded copy of the input of every product: queries, keys, values, gate and up. In float32 the
+    # CPU kernels make a padded copy instead.
     inputs = 5 * rank.compute * shape.hidden
     attention = rank.compute * (2 * shape.queries + 2 * shape.keys)
     if shape.qk_norm:
@@ -202,7 +209,21 @@ def _copies(shape: Shape, rank: Rank) -> float:
 
 
 def _attention(shape: Shape, rank: Rank) -> float:
-    channels = shape.queries + 2 * shape.keys
-    # Output and its gradient, gradients of rows in both dtypes, and gradients of the packed tokens.
-    rows = rank.row_tokens * (2 * rank.compute * shape.queries + (rank.compute + FLOAT32) * channels)
-    return rows + 2 * FLOAT32 * rank.tokens * channels
+    if not rank.cpu:
+        channels = shape.queries + 2 * shape.keys
+        # Output and its gradient, gradients of rows in both dtypes, and gradients of the packed tokens.
+        rows = rank.row_tokens * (2 * rank.compute * shape.queries + (rank.compute + FLOAT32) * channels)
+        return rows + 2 * FLOAT32 * rank.tokens * channels
+    keys = rank.prompt + rank.response
+    row_scores, masks = shape.heads * rank.response * keys, rank.rows * rank.response * keys
+    is_split = row_scores > BLOCK_SCORES and rank.response > BLOCK_QUERIES
+    if is_split:
+        block = shape.heads * keys * max(BLOCK_QUERIES, BLOCK_SCORES // (shape.heads * keys))
+    else:
+        block = max(row_scores, min(BLOCK_SCORES, rank.rows * row_scores))
+    # Masks are kept for all layers, or computed per block from positions.
+    mask = masks * FLOAT32 if masks <= MAX_SAVED_SCORES else block / shape.heads * (FLOAT32 + 10)
+    # The gradient of keys and values, accumulated over the blocks of a row.
+    gradient_sums = 2 * rank.rows * keys * shape.keys * FLOAT32 if is_split else 0.0
+    # Backward of a block: scores, probabilities and the gradients of both in float32, and rounded probabilities.
+    return block * (4 * FLOAT32 + rank.compute) + mask + gradient_sums

@@ -99,21 +99,37 @@ def test_copies_by_hand() -> None:
 
 
 def test_terms_of_the_peak_by_hand() -> None:
-    """Of 100 tokens of which 80 are scored, in 4 rows of 20 + 20 positions, with 2 heads."""
-    result = rank_memory(TINY, ONE)
-    # Hidden states and their gradient, 4 each, in float32 and bfloat16; three tiles of 16 x 2**20 numbers; the gradient
-    # of 10 x 4 logits.
-    assert result["head"] == 80 * 4 * (2 * 4 + 2 * 2) + 3 * 16 * 2**20 * 4 + 10 * 4 * 4
+    """On a CPU, of 100 tokens of which 80 are scored, in 4 rows of 20 + 20 positions, with 2 heads."""
+    result = rank_memory(TINY, replace(ONE, cpu=True))
+    # Hidden states and their gradient, 4 each, in float32 and bfloat16; three tiles; the gradient of 10 x 4 logits.
+    assert result["head"] == 80 * 4 * (2 * 4 + 2 * 2) + 3 * 2**20 * 4 + 10 * 4 * 4
     # The widest gradients of a layer: three of its network's 8 in bfloat16, three of 4 in float32.
     assert result["layer"] == (3 * 8 * 2 + 3 * 4 * 4) * 100
-    # Of 160 tokens in rows: output and its gradient, and gradients in both dtypes; of 100 packed ones two gradients.
-    assert result["attention"] == 160 * (2 * 2 * 4 + (2 + 4) * 8) + 2 * 4 * 100 * 8
-    # Queries, keys, values and output of 160 tokens in rows, and a sum of 2 heads; of 100 packed ones the output alone.
-    rows = 160 * (2 * (4 + 2 + 2 + 4) + 2 * 4) - 100 * 2 * (4 + 2 + 2)
-    # Two layers of activations and rows, the last residual, its norm and output, and the logits.
-    assert result["kept"] == 2 * (layer_activations(TINY, ONE) * 100 + rows) + 3 * 4 * 4 * 100 + 80 * 10 * 2
+    # All 4 x 2 x 20 x 40 scores are one block: four in float32 and one in bfloat16 each, and a mask of all positions.
+    assert result["attention"] == 4 * 2 * 20 * 40 * (4 * 4 + 2) + 4 * 20 * 40 * 4
+    # Two layers of activations and bfloat16 scores, the last residual, its norm and output, and the logits.
+    scores = 4 * 2 * 20 * 40 * 2
+    assert result["kept"] == 2 * (layer_activations(TINY, ONE) * 100 + scores) + 3 * 4 * 4 * 100 + 80 * 10 * 2
     offloaded = rank_memory(TINY, replace(ONE, offload=True))
     assert offloaded["weights"] == offloaded["gradients"] == offloaded["optimizer"] == 0
+
+
+def test_an_accelerator_keeps_rows_and_no_scores() -> None:
+    ours, cpu = rank_memory(TINY, ONE), rank_memory(TINY, replace(ONE, cpu=True))
+    # One tile of the head is 2**20 numbers on a CPU, three are held.
+    assert ours["head"] - cpu["head"] == 3 * 4 * 15 * 2**20
+    # Queries, keys, values and output of 160 tokens in rows, and a sum of 2 heads; of 100 packed ones the output alone.
+    rows, scores = 160 * (2 * (4 + 2 + 2 + 4) + 2 * 4) - 100 * 2 * (4 + 2 + 2), 4 * 2 * 20 * 40 * 2
+    assert ours["kept"] - cpu["kept"] == 2 * (rows - scores)
+    assert ours["attention"] == 160 * (2 * 2 * 4 + (2 + 4) * 8) + 2 * 4 * 100 * 8
+
+
+def test_attention_of_long_rows_grows_with_their_length_on_a_cpu() -> None:
+    shape, one = Shape.of(SEVEN), replace(ONE, rows=1, cpu=True)
+    once, twice = (rank_memory(shape, replace(one, response=n))["attention"] for n in (16384, 32768))
+    # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
+    assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
+    assert twice < 2 * once
 
 
 def model(kind: str) -> PreTrainedModel:
@@ -147,10 +163,12 @@ def kept(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_the_formula_counts_what_autograd_saves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_attention, "MIN_WIDTH", 1)  # the path of an accelerator
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_formula_counts_what_autograd_saves(kind: str, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpu:  # the path of an accelerator
+        monkeypatch.setattr(packed_attention, "MIN_WIDTH", 1)
     # A response's last token predicts nothing and is not run.
-    rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE)
+    rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE, cpu=cpu)
     built = model(kind)
     computed = rank_memory(Shape.of(built.config), rank)
     assert computed["kept"] + computed["copies"] == pytest.approx(kept(built), rel=0.03)
