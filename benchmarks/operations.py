@@ -35,7 +35,7 @@ from trimtab.trainer.build_model import add_lora, use_fused_norms
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models import packed_attention
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.models.matmul import use_fast_linear
+from trimtab.trainer.models.matmul import reused_casts, use_fast_linear
 from trimtab.trainer.models.perturbation import Perturbation
 from trimtab.trainer.optim import build_optimizer, check_weights, clip_gradient
 from trimtab.trainer.ranks import current_ranks
@@ -118,12 +118,13 @@ def count(row: str, layers: int) -> dict[str, Counter[str]]:
     noise = Perturbation(model, std=0.01) if row == "noise" else None
     optimizer = build_optimizer(model.parameters(), load_config("quickstart").optim)
     counts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
-    for micro in range(2):
-        measure = counted if micro else lambda _: nullcontext()
-        with measure(counts["forward"]), noise.attached(seed=micro) if noise else nullcontext(), autocast():
-            logp = score(model, tokens).logp
-        with measure(counts["backward"]):
-            logp.sum().backward()
+    with reused_casts():
+        for micro in range(2):
+            measure = counted if micro else lambda _: nullcontext()
+            with measure(counts["forward"]), noise.attached(seed=micro) if noise else nullcontext(), autocast():
+                logp = score(model, tokens).logp
+            with measure(counts["backward"]):
+                logp.sum().backward()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for step in range(2):
         with counted(counts["optimizer"]) if step else nullcontext():

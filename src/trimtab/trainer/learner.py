@@ -22,6 +22,7 @@ from trimtab.objectives import Objective, PolicyLogps
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score
+from trimtab.trainer.models.matmul import reused_casts
 from trimtab.trainer.optim import (
     NonFiniteUpdateError,
     check_weights,
@@ -185,24 +186,25 @@ class Learner:
         perturbs = any(feature.perturbs_policy for feature in self.features)
         state = self._prepare(assigned)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # read once per update
-        for index, micro in assigned:
-            clean = self.logp(micro) if probe else None
-            scores, _ = self._score(self.model, ForwardPass(micro, "train", index, self.updates, first, measure))
-            out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
-            (out.loss if micro.rows else scores.logp.sum()).backward()
-            if micro.rows:
-                loss_sum += out.loss.detach()
-            stats.objective = add_metrics(stats.objective, out.metrics, micro)
-            current = clean if perturbs else scores.logp.detach()
-            logps = current if micro.proximal is None else micro.proximal
-            if logps is not None:
-                # Without a proximal pass, a later mini-batch is scored after the updates on earlier mini-batches.
-                scored_by = self.updates if micro.proximal is None else version
-                perturbed = None if clean is None else scores.logp.detach()
-                stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
-            if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
-                stats.add_drifts(micro, scores.logp.detach())
-            stats.tokens += sum(micro.tokens.places.lengths) if micro.rows else 0
+        with reused_casts():  # until the step changes the weights
+            for index, micro in assigned:
+                clean = self.logp(micro) if probe else None
+                scores, _ = self._score(self.model, ForwardPass(micro, "train", index, self.updates, first, measure))
+                out = self.objective(self._logps(micro, scores), micro.advantage, state=state)
+                (out.loss if micro.rows else scores.logp.sum()).backward()
+                if micro.rows:
+                    loss_sum += out.loss.detach()
+                stats.objective = add_metrics(stats.objective, out.metrics, micro)
+                current = clean if perturbs else scores.logp.detach()
+                logps = current if micro.proximal is None else micro.proximal
+                if logps is not None:
+                    # Without a proximal pass, a later mini-batch is scored after the updates on earlier mini-batches.
+                    scored_by = self.updates if micro.proximal is None else version
+                    perturbed = None if clean is None else scores.logp.detach()
+                    stats.add_logps(micro, logps, perturbed, scored_by, measure=measure)
+                if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
+                    stats.add_drifts(micro, scores.logp.detach())
+                stats.tokens += sum(micro.tokens.places.lengths) if micro.rows else 0
         self._guarded_step(loss_sum, stats)
 
     def _guarded_step(self, loss_sum: torch.Tensor, stats: StepStatistics) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -123,6 +125,32 @@ def _shares_bits(
     return torch.equal(product(a[:rows], packed_weight(b, TILE_ROWS) if is_packed else b), expected[:rows])
 
 
+# id(weight) -> (weight, its cast). Holding the weight prevents another object from getting its id.
+_casts: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("casts", default=None)
+
+
+@contextmanager
+def reused_casts() -> Iterator[None]:
+    """Makes `FastLinear` round each weight once inside, not once per micro-batch. Weights must not change inside."""
+    token = _casts.set({})
+    try:
+        yield
+    finally:
+        _casts.reset(token)
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `weight.to(dtype)` with its gradient, the same tensor for every call inside `reused_casts`."""
+    casts = None if torch.compiler.is_compiling() else _casts.get()  # a compiler has no context variables
+    if casts is None or weight.dtype == dtype:
+        return weight.to(dtype)
+    if id(weight) not in casts:
+        if not torch.is_grad_enabled():  # a cast without gradient must not be kept for passes with gradient
+            return weight.to(dtype)
+        casts[id(weight)] = (weight, weight.to(dtype))
+    return casts[id(weight)][1]
+
+
 class FastLinear(nn.Linear):
     """`nn.Linear` whose products on a CPU, forward and backward, go through `product`."""
 
@@ -145,10 +173,12 @@ def fast_linear(
     cast = torch.is_autocast_enabled(device) and states.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if cast else states.dtype
     few = dtype == torch.bfloat16 and states.numel() < _CONVERTED_ROWS * states.shape[-1]
-    others = few or dtype not in _FAST_DTYPES or (weight.dtype != dtype and not cast)
+    if cast:
+        weight, bias = cast_weight(weight, dtype), None if bias is None else cast_weight(bias, dtype)
+    others = few or dtype not in _FAST_DTYPES or weight.dtype != dtype
     if device != "cpu" or others or torch.compiler.is_compiling():
         return F.linear(states, weight, bias)
-    result = linear_by(product, states.to(dtype), weight.to(dtype), MULTIPLE)
+    result = linear_by(product, states.to(dtype), weight, MULTIPLE)
     return result if bias is None else result + bias.to(dtype)
 
 

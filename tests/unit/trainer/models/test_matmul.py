@@ -171,6 +171,33 @@ def test_a_weight_whose_packed_products_have_other_bits_is_not_packed(
     assert packed_alike(weight).is_mkldnn == matmul._ONEDNN
 
 
+def test_weights_are_rounded_once_inside_reused_casts() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    matmul.use_fast_linear(layer)
+    batches = torch.randn(3, 5, 4)
+
+    def gradients(*, with_probe: bool) -> list[torch.Tensor]:
+        layer.zero_grad()
+        for states in batches:
+            if with_probe:  # without gradient, before the first pass that has one
+                with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                    layer(states)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                layer(states).square().sum().backward()
+        return [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
+
+    expected = gradients(with_probe=False)
+    for with_probe in (False, True):
+        with matmul.reused_casts():
+            found = gradients(with_probe=with_probe)
+            cast = matmul.cast_weight(layer[0].weight, torch.bfloat16)
+            assert matmul.cast_weight(layer[0].weight, torch.bfloat16) is cast
+        assert len(found) == 2
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert matmul.cast_weight(layer[0].weight, torch.bfloat16) is not cast
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
