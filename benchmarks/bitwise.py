@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def walk(path: str, numerics: str, tokens: int, seed: int) -> tuple[Tally, int]:
-    model, tokenizer, _ = load(path, dtype=torch.float32)
+    model, tokenizer = load(path, dtype=torch.float32)
     if numerics == "invariant":
         invariant.make_invariant(model)
     engine = EmbeddedEngine(model, tokenizer, torch.bfloat16)

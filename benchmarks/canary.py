@@ -23,7 +23,7 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 from trimtab.trainer.models.load import load
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.rollout.canary import UNMOVED_SIGMAS, Canary
 from trimtab.types import Prompt, SamplingParams
 
@@ -31,7 +31,7 @@ from trimtab.types import Prompt, SamplingParams
 def main() -> None:
     options = options_of(__doc__, looks=100, lr=1e-5, seed=0).parse_args()
     config = load_config("quickstart-vllm")
-    model, tokenizer, _ = load(config.model.path, dtype=torch.float32)
+    model, tokenizer = load(config.model.path, dtype=torch.float32)
     canary = Canary.build(config, tokenizer, model)
     assert canary is not None
     with tempfile.TemporaryDirectory() as folder:

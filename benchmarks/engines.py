@@ -25,7 +25,7 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.trainer.models.load import load
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.types import Engine, SamplingParams
 
 CASES = ((32, 48), (128, 48), (64, 256))

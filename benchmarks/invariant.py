@@ -32,7 +32,7 @@ class Side:
 
     def __init__(self, path: str, numerics: str, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.model, tokenizer, _ = load(path, dtype=torch.float32)
+        self.model, tokenizer = load(path, dtype=torch.float32)
         if numerics == "invariant":
             invariant.make_invariant(self.model)
         self.engine = EmbeddedEngine(self.model, tokenizer, dtype)

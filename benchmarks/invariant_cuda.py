@@ -180,7 +180,7 @@ def attentions(dtype: torch.dtype, rounds: int) -> None:
 def head(rounds: int) -> None:
     hidden, weight = random(4096, HIDDEN), random(VOCABULARY, HIDDEN) * 0.05
     ids = torch.randint(VOCABULARY, (4096,), device=DEVICE)
-    parts = ModelParts(torch.nn.Identity(), weight, None, None, invariant=True)
+    parts = ModelParts(torch.nn.Identity(), weight, None, invariant=True)
 
     def scores(rows: slice) -> Tensor:
         return token_scores(hidden[rows], ids[rows], parts, temperature=0.7).logp

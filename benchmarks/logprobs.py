@@ -47,7 +47,7 @@ def head_way(way: str, data: dict[str, Tensor]) -> Callable[[], Tensor]:
     """A function of stored hidden states (rows, positions, width) to log-probs (rows, response)."""
     hidden, weight, ids = data["hidden"], data["weight"], data["ids"]
     predicting = slice(PROMPT - 1, -1)
-    parts = ModelParts(torch.nn.Identity(), weight, None, None)
+    parts = ModelParts(torch.nn.Identity(), weight, None)
 
     def ours() -> Tensor:
         return token_scores(hidden[:, predicting].flatten(0, 1), ids.flatten(), parts).logp.view(ids.shape)

@@ -31,11 +31,10 @@ from torch import nn
 from torch.utils import _foreach_utils as foreach_utils
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trimtab.trainer.build_model import add_lora, use_fused_norms
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models import packed_attention
-from trimtab.trainer.models.fused_norm import use_fused_norms
 from trimtab.trainer.models.logprobs import TokenBatch, score
-from trimtab.trainer.models.lora import add_lora
 from trimtab.trainer.models.matmul import reused_casts, use_fast_linear
 from trimtab.trainer.models.perturbation import Perturbation
 from trimtab.trainer.optim import build_optimizer, check_weights, clip_gradient

@@ -34,7 +34,7 @@ from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
 from trimtab.trainer.models.load import BUNDLED, LABORATORY, SWITCH, LoadedModel, load
 from trimtab.trainer.models.logprobs import score
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Problem, Prompt, SamplingParams
 from turns import MAX_TOKENS, SHOWN, nails

@@ -27,8 +27,8 @@ from trimtab.trainer.engines.embedded.decoder import CachedDecoder, PrefillPlan
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder
 from trimtab.trainer.engines.embedded.weight_quantization import weight_quantization
+from trimtab.trainer.models.architecture import is_invariant
 from trimtab.trainer.models.fused_head import log_probs
-from trimtab.trainer.models.invariant import is_invariant
 from trimtab.trainer.models.logprobs import TokenBatch, score
 
 TEXTS, PROMPT, RESPONSE = 4, 70, 12  # attention with invariant numerics has blocks of 64 keys: the prompt is two

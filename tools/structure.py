@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import inspect
 import io
 import sys
 import tempfile
@@ -131,7 +132,7 @@ def walk(call: Callable[[], Any]) -> set[Path]:
     seen: set[str] = set()
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name != "<module>":
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # bodies of modules and classes are not
             seen.add(frame.f_code.co_filename)
 
     threading.setprofile(profile)

@@ -26,7 +26,7 @@ from trimtab.trainer.config import Config, is_recipe, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.engines.stopping import eos_ids
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.types import Completion, Engine, IntArray, Problem, Prompt, SamplingParams
 
@@ -219,23 +219,22 @@ class EnginePair:
         for start in range(0, len(completions), size):
             part = slice(start, start + size)
             ids = None if further is None else pack_kept([list(row) for row in further[part]], longest)
-            logp, others = self.logps(prompts[part], completions[part], temperature, kept=kept, further=ids)
+            logp, others = self._logps(prompts[part], completions[part], temperature, kept, ids)
             for row, one in enumerate(completions[part]):
                 tokens = len(one.response_ids)
                 rows.append(logp[row, :tokens].float().cpu().numpy())
                 more += [] if others is None else [others[row, :tokens].float().cpu().numpy()]
         return ScoredResponses(prompts, completions, rows, temperature, more)
 
-    def logps(
+    def _logps(
         self,
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         temperature: float,
-        *,
-        kept: bool = False,
-        further: Tensor | None = None,
+        kept: bool,
+        further: Tensor | None,
     ) -> Scores:
-        """Returns padded log-probs of one micro-batch, with gradient unless gradients are disabled."""
+        """Returns padded log-probs of one micro-batch; the arguments are those of `score`, `further` as one tensor."""
         batch = TokenBatch.pack(
             [prompt.ids for prompt in prompts],
             [one.response_ids for one in completions],

@@ -1,26 +1,27 @@
 """Loads the models of a recipe, prepares them for training, and rebuilds them from the files of a run.
 
 build_model       loads `model.path`; a laboratory model is warm-started on first use
-prepare_model     training mode, gradient checkpointing, LoRA adapters, shards of several ranks
+prepare_model     training mode, gradient checkpointing, LoRA adapters, fused norms, shards of several ranks
 save_model_files  config, generation config and tokenizer, for engines and exports
 empty_model       a model built from these files; a checkpoint replaces its weights
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from trimtab.errors import TrimtabError, first_line
 from trimtab.runs import atomic
 from trimtab.trainer.config import LABORATORY_MODELS, Config
 from trimtab.trainer.models import invariant
 from trimtab.trainer.models.architecture import decoder_stack
-from trimtab.trainer.models.fused_norm import use_fused_norms
 from trimtab.trainer.models.load import LoadedModel, default_device, load
-from trimtab.trainer.models.lora import add_lora
 from trimtab.trainer.models.matmul import on_accelerator, use_fast_linear
 from trimtab.trainer.models.sharding import apply_fsdp
 from trimtab.trainer.ranks import current_ranks
@@ -78,6 +79,62 @@ def prepare_model(model: nn.Module, config: Config) -> nn.Module:
             reshard=config.sharding.reshard,
         )
     return model
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | Sequence[str]) -> nn.Module:
+    """Freezes `model` and injects trainable low-rank adapters (peft) in place; returns the same module tree.
+
+    `targets`: names of modules, or `all-linear`. Raises `TrimtabError` if the model has none of them.
+    """
+    import peft
+
+    target = targets if isinstance(targets, str) else list(targets)
+    adapters = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=target, lora_dropout=0.0)
+    try:
+        wrapped = peft.get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise TrimtabError(f"model.lora.targets = {targets!r}: {first_line(error)}") from None
+    if next(model.parameters()).dtype == torch.float32:  # also the dtype of the adapters
+        for layer in wrapped.modules():
+            if isinstance(layer, peft.tuners.lora.LoraLayer):
+                layer.cast_input_dtype_enabled = False  # it would widen what autocast then rounds again
+    return wrapped.get_base_model()
+
+
+# Families whose norms in transformers compute `weight * x / sqrt(mean(x^2) + variance_epsilon)`.
+_NORM_FAMILIES = ("Llama", "Mistral", "Mixtral", "Olmoe", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
+_NORMS = {f"{family}RMSNorm" for family in _NORM_FAMILIES}
+# Norms whose output only linear layers read, each of which would round it to autocast's dtype.
+_BEFORE_PRODUCTS = ("input_layernorm", "post_attention_layernorm")
+
+
+class FusedRMSNorm(nn.Module):
+    """transformers' RMSNorm as one operation in float32. If `narrow`, the result has autocast's dtype."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+    narrow: bool
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        device = hidden_states.device.type
+        cast = torch.is_autocast_enabled(device)
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        with torch.autocast(device, enabled=False):
+            result = F.rms_norm(
+                hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.variance_epsilon
+            )
+        return result.to(torch.get_autocast_dtype(device)) if cast and self.narrow else result
+
+
+def use_fused_norms(model: nn.Module) -> None:
+    """Changes the norms of known classes to `FusedRMSNorm` in place; parameters, names and hooks are unchanged.
+
+    For accelerators, which then start one operation instead of eight. On a CPU transformers' own norms are as fast.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ in _NORMS and type(module).__module__.startswith("transformers.models."):
+            module.__class__ = FusedRMSNorm
+            vars(module)["narrow"] = name.rsplit(".", 1)[-1] in _BEFORE_PRODUCTS
 
 
 def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

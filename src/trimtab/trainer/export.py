@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
@@ -15,8 +18,8 @@ from trimtab.runs.layout import CHECKPOINTS, CONFIG, MODEL, best_checkpoint, che
 from trimtab.trainer.build_model import empty_model
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.models.lora import named_weights, save_adapter
-from trimtab.trainer.models.quiet import silence_transformers
+from trimtab.trainer.models.load import silence_transformers
+from trimtab.trainer.models.sharding import named_weights
 
 
 def restore(run: Path, which: str = "last") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
@@ -62,8 +65,21 @@ def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
         raise TrimtabError(f"{run} trained every weight (model.lora.rank = 0): export it without --adapter")
     adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
     with atomic.new_folder(dest) as temporary:
-        save_adapter(adapted, temporary, config.model.path)
+        _save_adapter(adapted, temporary, config.model.path)
     return dest
+
+
+def _save_adapter(model: Any, folder: Path, base: str) -> None:
+    """Writes the adapters of `add_lora` in peft's format. `base`: name of the model that they were trained on."""
+    config = copy.copy(model.peft_config["default"])
+    config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
+    config.save_pretrained(folder)
+    weights = {
+        f"base_model.model.{name.replace('.default', '')}": weight.contiguous()
+        for name, weight in model.state_dict().items()
+        if ".lora_" in name
+    }
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
 
 
 def export(run: Path, dest: Path, which: str = "last") -> Path:

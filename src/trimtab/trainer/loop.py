@@ -35,7 +35,7 @@ from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
-from trimtab.trainer.models.lora import named_weights
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.observer import Moment, Sink
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks

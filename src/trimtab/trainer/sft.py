@@ -17,9 +17,8 @@ from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, OptimConfig, load_config
 from trimtab.trainer.memory import micro_batch_tokens
 from trimtab.trainer.models.bundled import cache_root
-from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load
+from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load, silence_transformers
 from trimtab.trainer.models.logprobs import score
-from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable
 from trimtab.trainer.packing import micro_batches, to_tensors

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trimtab.cli import main
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.runs.directory import RunDirectory
-from trimtab.trainer.build_model import save_model_files
+from trimtab.trainer.build_model import add_lora, save_model_files
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import load_config
 from trimtab.trainer.export import export, export_adapter, restore
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.models.lora import add_lora
 
 
 @pytest.mark.parametrize(("limit", "reached"), [(500, "config"), (1000, "tokenizer")])

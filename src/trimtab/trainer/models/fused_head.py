@@ -124,7 +124,7 @@ def token_scores(
         keep=needs_grad and len(ids) * len(model.weight) * product_dtype.itemsize <= KEPT_LOGITS,
     )
     chosen = ids[:, None] if further is None else torch.cat([ids[:, None], further], dim=1)
-    logps, entropies, sums = _TiledScores.apply(hidden, model.weight, model.bias, log_sigma, chosen, kept, options)
+    logps, entropies, sums = _TiledScores.apply(hidden, model.weight, log_sigma, chosen, kept, options)
     others = None if further is None else torch.where(further >= 0, logps[:, 1:], -torch.inf)
     return HeadScores(logps[:, 0], entropies if entropy else None, others, sums if squares else None)
 
@@ -142,7 +142,6 @@ class _TiledScores(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         _log_sigma: Tensor | None,  # an input only to receive its gradient; its value is in the options
         ids: Tensor,
         kept: Tensor | None,
@@ -163,7 +162,7 @@ class _TiledScores(torch.autograd.Function):
                 raw = multiply(hidden_cast[tokens], columns)
                 if options.keep:
                     products.append(raw)
-                logits, _ = _logits(raw, bias, vocab, noise, options)
+                logits, _ = _logits(raw, noise, options)
                 chosen[tokens] += _pick(logits, ids[tokens], vocab)
                 if kept is not None:
                     logits.masked_fill_(~sampling_mask_tile(kept[tokens], vocab), -torch.inf)
@@ -177,7 +176,7 @@ class _TiledScores(torch.autograd.Function):
                     shift = old - new
                     entropy[tokens] = shift.exp() * (entropy[tokens] - shift) - entropy_part
                 logsumexp[tokens] = new
-        ctx.save_for_backward(hidden, weight, bias, ids, kept, logsumexp, entropy, *products)
+        ctx.save_for_backward(hidden, weight, ids, kept, logsumexp, entropy, *products)
         ctx.options = options
         squares = (logsumexp_squares - 2 * logsumexp).exp()
         ctx.mark_non_differentiable(squares)
@@ -185,21 +184,20 @@ class _TiledScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, kept, logsumexp, entropy, *products = ctx.saved_tensors
+        hidden, weight, ids, kept, logsumexp, entropy, *products = ctx.saved_tensors
         again = iter(products)
         options: _ScoreOptions = ctx.options
-        need_hidden, need_weight, need_bias, need_log_sigma = ctx.needs_input_grad[:4]
+        need_hidden, need_weight, need_log_sigma = ctx.needs_input_grad[:3]
         hidden_cast = hidden.to(options.product_dtype)
         to_hidden = torch.zeros_like(hidden, dtype=options.dtype) if need_hidden else None
         to_weight = torch.empty_like(weight) if need_weight else None
-        to_bias = torch.zeros_like(bias) if need_bias else None
         to_log_sigma = hidden.new_zeros(1, dtype=options.dtype) if need_log_sigma else None
         for vocab, columns in _vocabulary(weight, options):
             gathered = torch.zeros(columns.shape, dtype=options.dtype, device=weight.device) if need_weight else None
             for tokens in _tiles(len(hidden), TILE_TOKENS, hidden.device):
                 noise = _draw(tokens, vocab, options, hidden.device)
                 raw = next(again) if products else product(hidden_cast[tokens], columns)
-                logits, slope = _logits(raw, bias, vocab, noise, options)
+                logits, slope = _logits(raw, noise, options)
                 if kept is not None:
                     logits.masked_fill_(~sampling_mask_tile(kept[tokens], vocab), -torch.inf)
                 grad_logp, grad_entropy = grads[0][tokens], grads[1][tokens, None]
@@ -213,8 +211,6 @@ class _TiledScores(torch.autograd.Function):
                     grad.mul_(slope)
                 if options.temperature != 1:
                     grad.div_(options.temperature)
-                if to_bias is not None:
-                    to_bias[vocab] += grad.sum(0)
                 grad = grad.to(options.product_dtype)
                 if to_hidden is not None:
                     to_hidden[tokens] += product(grad, columns.T)
@@ -222,7 +218,7 @@ class _TiledScores(torch.autograd.Function):
                     gathered += product(grad.T, hidden_cast[tokens].T)
             if to_weight is not None and gathered is not None:
                 to_weight[vocab] = gathered
-        return to_hidden, to_weight, to_bias, to_log_sigma, None, None, None
+        return to_hidden, to_weight, to_log_sigma, None, None, None
 
 
 def _add(total: Tensor, logits: Tensor, options: _ScoreOptions) -> Float[Tensor, " tokens"]:
@@ -252,12 +248,10 @@ def _draw(
 
 
 def _logits(
-    raw: Float[Tensor, "tokens vocab"], bias: Tensor | None, vocab: slice, noise: Tensor | None, options: _ScoreOptions
+    raw: Float[Tensor, "tokens vocab"], noise: Tensor | None, options: _ScoreOptions
 ) -> tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens vocab"] | None]:
     """Returns logits / temperature, a copy if `raw` is kept, and the derivative of the soft cap, if any."""
     logits = raw.to(options.dtype, copy=options.keep)
-    if bias is not None:
-        logits += bias[vocab]
     slope = None
     if options.softcap is not None:
         logits.div_(options.softcap).tanh_()
@@ -320,7 +314,7 @@ def head_logits(
 ) -> Float[Tensor, "rows vocabulary"]:
     """Returns the logits that `token_scores` computes tile by tile, before the temperature and without gradient.
 
-    The head must have no bias and no soft cap, as in models with invariant numerics.
+    The head must have no soft cap, as in models with invariant numerics.
     """
     hidden_cast = hidden.to(model.weight.dtype)
     exact = torch.promote_types(hidden_cast.dtype, torch.float32)

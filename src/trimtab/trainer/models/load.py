@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from trimtab.errors import TrimtabError, first_line, neighbors
 from trimtab.files import parse_json
@@ -22,7 +24,6 @@ from trimtab.trainer.models import bundled, laboratory
 from trimtab.trainer.models.architecture import check_architecture
 from trimtab.trainer.models.matmul import use_fast_linear
 from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
-from trimtab.trainer.models.quiet import silence_transformers
 
 BUNDLED = bundled.NAME
 LABORATORY, MIXTURE, SWITCH, TOOLS, LONG = laboratory.NAMES
@@ -34,11 +35,10 @@ MAX_TOKEN_ID = 1 << 24
 
 
 class LoadedModel(NamedTuple):
-    """A policy ready to score and to train. `path`: where its files are, or a laboratory model's name."""
+    """A policy ready to score and to train."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    path: str
 
 
 def default_device() -> torch.device:
@@ -61,8 +61,8 @@ def load(path: str, *, dtype: torch.dtype, weights: bool = True, seed: int = 0) 
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         use_fast_linear(model.base_model)
-        return LoadedModel(model, tokenizer, path)
-    local = bundled.folder() if path == BUNDLED else Path(path).expanduser()
+        return LoadedModel(model, tokenizer)
+    local = _local(path)
     if local.is_dir():
         return _from_folder(str(local), path, dtype, weights)
     if local.is_file():
@@ -77,10 +77,10 @@ def load_plain(path: str) -> PreTrainedModel:
 
     `path` is the bundled model's name, a local folder, or an HF id. Raises `TrimtabError` if it is missing or broken.
     """
-    source = str(bundled.folder()) if path == BUNDLED else str(Path(path).expanduser())
+    local = _local(path)
     with _readable_errors(path), silence_transformers():
-        _check_index(Path(source))
-        model, info = _load_weights(source, torch.float32, attn_implementation="sdpa")
+        _check_index(local)
+        model, info = _load_weights(str(local), torch.float32, attn_implementation="sdpa")
     _check_complete(info, path)
     return model.eval()
 
@@ -95,6 +95,12 @@ def check_same_ids(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenize
         )
 
 
+def _local(path: str) -> Path:
+    """Returns the folder of a model's files, if it is one; the bundled model is converted first if necessary."""
+    with silence_transformers():
+        return bundled.folder() if path == BUNDLED else Path(path).expanduser()
+
+
 def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> LoadedModel:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise TrimtabError(f"model folder {name!r} has no config.json; give a folder written by save_pretrained")
@@ -107,15 +113,17 @@ def _from_folder(source: str, name: str, dtype: torch.dtype, weights: bool) -> L
             setattr(config, key, 0.0)
     with _readable_errors(name), silence_transformers():
         tokenizer = _tokenizer(source, name)
+        attention = {"attn_implementation": PACKED_IMPLEMENTATION}
         if weights:  # parameters of a wrong shape are refused below, by name
-            options = {"config": config, "attn_implementation": PACKED_IMPLEMENTATION}
-            model, info = _load_weights(source, dtype, **options, ignore_mismatched_sizes=True)
+            model, info = _load_weights(source, dtype, config=config, ignore_mismatched_sizes=True, **attention)
         else:
-            model, info = _without_weights(config, dtype), {"missing_keys": (), "mismatched_keys": ()}
+            info = {"missing_keys": (), "mismatched_keys": ()}
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **attention)
     _check_complete(info, name)
     _ensure_padding_token(tokenizer, model, name)
     use_fast_linear(model.base_model)
-    return LoadedModel(model, tokenizer, source)
+    return LoadedModel(model.eval(), tokenizer)
 
 
 def _check_complete(info: Mapping[str, Any], name: str) -> None:
@@ -174,10 +182,21 @@ def _load_weights(source: str, dtype: torch.dtype, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
 
 
-def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    options = {"dtype": dtype, "attn_implementation": PACKED_IMPLEMENTATION, "trust_remote_code": False}
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options).eval()
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Disables transformers' progress bars and reports inside, because they would corrupt a live display.
+
+    The content of the reports (missing or misshapen parameters) is checked by the caller and raised as an error.
+    """
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ All passes over a micro-batch, with and without gradient, have the same numerics
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from trimtab.trainer.models.architecture import ModelParts, model_parts
 from trimtab.trainer.models.fused_head import HeadScores, token_scores
 from trimtab.trainer.models.matmul import MULTIPLE, padding_rows
 from trimtab.trainer.models.packed_attention import PackedLayout
-from trimtab.trainer.models.routing import routed
+from trimtab.trainer.models.routing import record_routing, replay_routing
 from trimtab.trainer.models.sharding import with_full_weights
 
 IntRow = NDArray[np.int64]
@@ -59,7 +60,7 @@ class TokenBatch:
 
     @cached_property
     def places(self) -> TokenPlaces:
-        """The indices of the tokens. Raises `TrimtabError` for padding on the wrong side."""
+        """The indices of the tokens."""
         return TokenPlaces.of(self)
 
     def to(self, device: torch.device) -> TokenBatch:
@@ -92,7 +93,6 @@ class TokenPlaces:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> TokenPlaces:
-        _check_padding(batch)
         prompt, real, device = batch.prompt_mask, batch.response_mask, batch.response_mask.device
         columns, lengths = torch.arange(real.shape[1], device=device), prompt.sum(-1)
         run = real & (columns < real.sum(-1, keepdim=True) - 1)
@@ -166,19 +166,20 @@ def score(
     padded with -1. `squares`: also the sum of p^2. `routes`: experts to replay, in the order of the packed row.
     `record`: also the experts that the routers chose, or with `routes` would have chosen themselves.
 
-    Raises `TrimtabError` as `model_parts` does, and for a temperature that is not positive, padding on the wrong side,
-    a response token outside its own sampling mask (on an accelerator its log-prob is NaN), or routes of another model.
+    The log-prob of a token outside its own sampling mask is NaN: a check would wait for the device. Raises
+    `TrimtabError` as `model_parts` does, and for a temperature that is not positive, or routes of another model.
     """
     if not temperature > 0:
         raise TrimtabError(f"temperature {temperature} must be positive to score")
     places, chosen = batch.places, None
-    if kept is not None and kept.is_cpu:
-        _check_kept(batch, kept)
 
     def work() -> HeadScores:
         nonlocal chosen
         parts = model_parts(model)
-        with routed(model, None if routes is None else routes.to(places.run.device), record) as tape:
+        with (
+            nullcontext() if routes is None else replay_routing(model, routes.to(places.run.device)),
+            record_routing(model) if record else nullcontext() as tape,
+        ):
             hidden = _packed_hidden(parts, batch)
         chosen = None if tape is None else tape.take()
         return token_scores(
@@ -193,32 +194,11 @@ def score(
         )
 
     scores = with_full_weights(model, work)
-    if kept is not None and not kept.is_cpu:  # a check would wait for the device
+    if kept is not None:
         inside = (batch.at_tokens(kept) == batch.at_tokens(batch.response_ids)[:, None]).any(-1)
         scores = scores._replace(logp=scores.logp.where(inside, torch.nan))
     entropies, further, sums = (None if part is None else batch.padded(part) for part in scores[1:])
     return TokenScores(batch.padded(scores.logp), entropies, chosen, further, sums)
-
-
-def _check_padding(batch: TokenBatch) -> None:
-    prompt, response = batch.prompt_mask, batch.response_mask
-    if bool((prompt[:, :-1] & ~prompt[:, 1:]).any()) or bool((~prompt[:, -1]).any()):
-        raise TrimtabError("prompt_mask: prompts are padded on the left and hold at least one token")
-    if bool((response[:, 1:] & ~response[:, :-1]).any()):
-        raise TrimtabError(
-            "response_mask: responses are padded on the right; tokens that carry no loss are real tokens here, "
-            "leave them to the loss mask"
-        )
-
-
-def _check_kept(batch: TokenBatch, kept: Tensor) -> None:
-    outside = batch.response_mask & ~(kept == batch.response_ids[..., None]).any(-1)
-    if bool(outside.any()):
-        row, time = (int(i) for i in outside.nonzero()[0])
-        raise TrimtabError(
-            f"response {row}, token {time}: id {int(batch.response_ids[row, time])} is not in its own sampling mask; "
-            "the engine must report the set each token was drawn from"
-        )
 
 
 def _packed_hidden(model: ModelParts, batch: TokenBatch) -> Float[Tensor, "tokens hidden"]:

@@ -68,8 +68,8 @@ class Perturbation(nn.Module):
     """The learnable noise of one model. Holds `log_sigma` (float32, one per layer) and no part of the model.
 
     `layers` is "all", "logits", or layers and inclusive ranges "0-4,12"; `std` is the initial sigma of all layers, or a
-    list with one for each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, a list of
-    another length, or a model without decoder layers.
+    list with one for each layer. Raises `TrimtabError` for other layers, a std below 0 or above `MAX_STD`, or a
+    list of another length.
     """
 
     def __init__(self, model: Any, layers: str = "all", std: float | Sequence[float] = 1e-4) -> None:
@@ -87,7 +87,6 @@ class Perturbation(nn.Module):
             )
         start = torch.tensor(stds, dtype=torch.float64).log().float()
         self.log_sigma = nn.Parameter(start.to(next(model.parameters()).device))
-        self._seed: int | None = None  # of the current pass
 
     @property
     def names(self) -> list[str]:
@@ -109,16 +108,9 @@ class Perturbation(nn.Module):
         checkpointing recomputes with the noise of the same forward. `coverage` counts changed entries.
         sigmas: what `sigmas()` returned since the last update; None: read now, which waits for the device.
         """
-        if self._seed is not None:
-            raise TrimtabError(
-                f"the perturbation is attached already, with seed {self._seed}; leave that context first"
-            )
-        self._seed, sigmas = seed, self.sigmas() if sigmas is None else sigmas
-        try:
-            with self._logits(seed, sigmas) if self._head else self._layers(seed, sigmas, coverage):
-                yield
-        finally:
-            self._seed = None
+        sigmas = self.sigmas() if sigmas is None else sigmas
+        with self._logits(seed, sigmas) if self._head else self._layers(seed, sigmas, coverage):
+            yield
 
     @contextmanager
     def _logits(self, seed: int, sigmas: Mapping[str, float]) -> Iterator[None]:

@@ -11,7 +11,7 @@ The model is not changed. While a context is open, hooks on the routers read or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,8 +40,8 @@ class _MixtureLayer(NamedTuple):
 
 
 def router_info(model: Any) -> RouterInfo:
-    """Returns the sizes of a model's mixtures. Raises `TrimtabError` for a mixture not in `MIXTURES`."""
-    if not (mixtures := _mixture_layers(model, required=False)):
+    """Returns the sizes of a model's mixtures."""
+    if not (mixtures := _mixture_layers(model)):
         return RouterInfo(0, 0, 0)
     return RouterInfo(len(mixtures), mixtures[0].router.num_experts, mixtures[0].router.top_k)
 
@@ -56,25 +56,15 @@ def require_known_experts(routes: ExpertArray, routers: RouterInfo, name: str) -
         )
 
 
-def _mixture_layers(model: Any, *, required: bool = True) -> list[_MixtureLayer]:
+def _mixture_layers(model: Any) -> list[_MixtureLayer]:
     """Returns the layers with a router, in the order of the forward pass."""
     known = {gates.router: gates for gates in MIXTURES.values()}
     layers: list[_MixtureLayer] = []
-    unknown: set[str] = set()
     for layer in decoder_stack(model).layers:
         for module in layer.modules():
             kinds = [kind.__name__ for kind in type(module).__mro__]
             if gates := next((known[kind] for kind in kinds if kind in known), None):
                 layers.append(_MixtureLayer(layer, module, gates))
-            elif "Router" in kinds[0] or "Experts" in kinds[0]:
-                unknown.add(kinds[0])
-    if unknown and not layers:
-        raise TrimtabError(
-            f"cannot replay the routing of this mixture of experts ({', '.join(sorted(unknown))}): "
-            f'known are {", ".join(MIXTURES)}; set routing.replay = "none"'
-        )
-    if required and not layers:
-        raise TrimtabError('this model has no experts, so it has no routing: set routing.replay = "none"')
     return layers
 
 
@@ -111,7 +101,7 @@ def record_routing(model: Any) -> Iterator[RoutingTape]:
 
     Under `replay_routing` it records what the routers would have chosen themselves, given the replayed choices of the
     previous layers. Leave the context before a backward with gradient checkpointing, which runs the layers again.
-    Raises `TrimtabError` as `router_info` does, and for a dense model.
+    The model must have experts.
     """
     mixtures = _mixture_layers(model)
     tape = RoutingTape(mixtures)
@@ -129,8 +119,7 @@ def replay_routing(model: Any, routes: Int[Tensor, "tokens layers chosen"]) -> I
 
     The order of the experts is kept, so that replaying a forward's own choices changes no bit of it. The backward may
     run outside. The routes must be on the model's device. They are not checked, which would wait for the device: call
-    `require_known_experts` before. Raises `TrimtabError` as `record_routing` does, and if a layer does not run exactly
-    once inside.
+    `require_known_experts` before. Raises `TrimtabError` if a layer does not run exactly once inside.
     """
     mixtures = _mixture_layers(model)
     layers = [_Replay(index, mixture, routes[:, index].long()) for index, mixture in enumerate(mixtures)]
@@ -195,18 +184,6 @@ class _Replay:
         if router.norm_topk_prob if how.renormalized is None else how.renormalized:
             gates = gates / gates.sum(-1, keepdim=True)
         return scores, gates if how.float32 else gates.to(scores.dtype), chosen
-
-
-@contextmanager
-def routed(
-    model: Any, routes: Int16[Tensor, "tokens layers chosen"] | None, record: bool
-) -> Iterator[RoutingTape | None]:
-    """Replays `routes`, records the routers' own choices, or both, in one forward inside."""
-    with (
-        nullcontext() if routes is None else replay_routing(model, routes),
-        record_routing(model) if record else nullcontext() as tape,
-    ):
-        yield tape
 
 
 def routing_agreement(

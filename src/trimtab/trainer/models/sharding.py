@@ -1,14 +1,14 @@
-"""Shards a model over ranks with FSDP2: one parameter group per decoder layer, one for the rest.
+"""Shards a model over ranks with FSDP2 (one parameter group per decoder layer, one for the rest); weights as a whole.
 
 FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
-and then reads the head's weight outside of any forward. Therefore the forward of a sharded model also accepts a
-function: `with_full_weights` runs it while embedding, final norm and head are gathered, in forward and backward.
+and then reads the head's weight outside of any forward. Therefore a sharded model has a further method that FSDP treats
+as a forward: `with_full_weights` calls a function while embedding, final norm and head are gathered, in forward and
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,22 +22,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_BASE_LAYER = ".base_layer"
+"""What peft adds to the name of a weight that has an adapter."""
 
-@dataclass(frozen=True)
-class _Work:
-    """A function to run while a model's weights are gathered."""
-
-    do: Callable[[], Any]
-
-
-class _Forward:
-    """The forward of a sharded model: runs a `_Work` argument, or else the original forward."""
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self._original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0].do() if args and isinstance(args[0], _Work) else self._original(*args, **kwargs)
+_GATHERED = "call_with_gathered_weights"
+"""Name of the method of a sharded model that calls a function while its weights are gathered."""
 
 
 def apply_fsdp(
@@ -56,33 +45,33 @@ def apply_fsdp(
         offload: parameters, gradients and optimizer state stay in CPU memory; weights are copied to the device.
         reshard: free a layer's weights after its forward and gather them again for its backward.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed import fsdp
 
     reduce = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     pinned = mesh.device_type == "cuda"
     options: dict[str, Any] = {
         "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if offload else fsdp.OffloadPolicy(),
     }
-    layer_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    layer_policy = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     layers, aliases = decoder_stack(model).layers, shared_parameters(model)
     inner = {id(module) for layer in layers for module in layer.modules()}
     for layer in layers:
         _move_to_mesh(layer.modules(), mesh)
-        fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
+        fsdp.fully_shard(layer, reshard_after_forward=reshard, mp_policy=layer_policy, **options)
     # Embedding, final norm and head are needed at both ends of forward and backward: freeing them gains nothing.
-    root_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    root_policy = fsdp.MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
     _move_to_mesh((module for module in model.modules() if id(module) not in inner), mesh)
     for name, first in aliases.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
-    fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
+    fsdp.fully_shard(model, reshard_after_forward=False, mp_policy=root_policy, **options)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
-    model.forward = _Forward(model.forward)
-    model.register_forward_hook(_free)
+    setattr(model, _GATHERED, lambda work: work())
+    fsdp.register_fsdp_forward_method(model, _GATHERED)
 
 
 def _move_to_mesh(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
@@ -105,15 +94,14 @@ def with_full_weights(model: Any, work: Callable[[], T]) -> T:
 
     Everything that needs a gradient must be returned by `work`: a tensor, or a tuple of tensors.
     """
-    return model(_Work(work)) if isinstance(vars(model).get("forward"), _Forward) else work()
-
-
-def _free(model: nn.Module, _args: Any, _result: Any) -> None:
-    """Frees gathered weights after a forward without gradient. Otherwise the next forward would use stale weights."""
-    if not torch.is_grad_enabled():
+    if not hasattr(model, _GATHERED):
+        return work()
+    result = getattr(model, _GATHERED)(work)
+    if not torch.is_grad_enabled():  # without a backward, which frees weights, the next forward would use stale ones
         for module in model.modules():
             if hasattr(module, "reshard"):
-                module.reshard()  # pyright: ignore[reportCallIssue]
+                module.reshard()
+    return result
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -140,3 +128,22 @@ def shared_parameters(model: nn.Module) -> dict[str, str]:
             aliases[name] = first[id(parameter)]
         first.setdefault(id(parameter), name)
     return aliases
+
+
+@torch.no_grad()
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields every weight, with adapters merged, under the name it has without adapters.
+
+    The merge does not modify the model: peft's merge followed by unmerge is not exact in floating point and would
+    slowly change the frozen base. Weights of a sharded model are gathered one at a time: every rank must iterate over
+    all of them, and a tied one is yielded once.
+    """
+    deltas = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    again = shared_parameters(model)
+    for name, weight in model.state_dict().items():
+        if ".lora_" in name or (is_sharded(weight) and name in again):
+            continue
+        plain = name.replace(_BASE_LAYER, "")
+        adapted: Any = deltas.get(plain) if _BASE_LAYER in name else None
+        merged = weight if adapted is None else weight + adapted.get_delta_weight("default").to(weight.dtype)
+        yield plain, full_tensor(merged)

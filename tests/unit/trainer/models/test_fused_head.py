@@ -25,8 +25,8 @@ def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fused_head, "TILE_VOCABULARY", 3)
 
 
-def parts(weight: Tensor, bias: Tensor | None = None, softcap: float | None = None) -> ModelParts:
-    return ModelParts(nn.Identity(), weight, bias, softcap)
+def parts(weight: Tensor) -> ModelParts:
+    return ModelParts(nn.Identity(), weight, None)
 
 
 def test_tiles_of_an_accelerator_are_larger() -> None:
@@ -133,27 +133,27 @@ def full_noise(tokens: int, vocabulary: int, seed: int = SEED) -> Tensor:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("restricted", [False, True])
 def test_equals_all_logits_at_once(softcap: float | None, restricted: bool) -> None:
-    """Values and every gradient, log_sigma's too, with soft cap, bias, temperature, entropy and sampling masks."""
+    """Values and every gradient, log_sigma's too, with soft cap, temperature, entropy and sampling masks."""
     torch.manual_seed(1)
-    tensors = [torch.randn(*shape, dtype=torch.float64) for shape in ((5, 3), (8, 3), (8,))]
+    tensors = [torch.randn(*shape, dtype=torch.float64) for shape in ((5, 3), (8, 3))]
     tensors.append(torch.full((1,), STD, dtype=torch.float64).log())
     ids = torch.tensor([0, 3, 7, 2, 5])
     kept = torch.tensor([[0, 7], [3, 4], [7, -1], [2, 1], [5, 0]]) if restricted else None
 
-    def ours(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def ours(hidden: Tensor, weight: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
         with fused_head.perturb_logits(OWNER, log_sigma, math.exp(log_sigma.item()), SEED):
             logp, entropy, *_ = fused_head.token_scores(
                 hidden,
                 ids,
-                ModelParts(nn.Identity(), weight, bias, softcap, head=OWNER),
+                ModelParts(nn.Identity(), weight, softcap, head=OWNER),
                 temperature=0.7,
                 entropy=True,
                 kept=kept,
             )
         return logp, entropy
 
-    def naive(hidden: Tensor, weight: Tensor, bias: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        logits = hidden @ weight.T + bias
+    def naive(hidden: Tensor, weight: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.T
         if softcap is not None:
             logits = softcap * (logits / softcap).tanh()
         logits = (logits + log_sigma.exp() * full_noise(5, 8)) / 0.7

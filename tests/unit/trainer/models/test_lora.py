@@ -6,11 +6,11 @@ import peft
 import pytest
 import torch
 
-from trimtab.trainer.build_model import prepare_model
+from trimtab.trainer.build_model import add_lora, prepare_model
 from trimtab.trainer.config import load_config
 from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.laboratory import build
-from trimtab.trainer.models.lora import add_lora, named_weights
+from trimtab.trainer.models.sharding import named_weights
 
 
 def test_adapters_are_merged_as_peft_merges_them() -> None:

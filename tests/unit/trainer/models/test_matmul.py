@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from trimtab.trainer.build_model import use_fused_norms
 from trimtab.trainer.models import matmul
-from trimtab.trainer.models.fused_norm import use_fused_norms
 from trimtab.trainer.models.matmul import (
     FastLinear,
     batched_product,

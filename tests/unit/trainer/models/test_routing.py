@@ -93,10 +93,6 @@ def test_what_there_is_to_replay(kind: str) -> None:
     assert router_info(build("llama")) == RouterInfo(0, 0, 0)
     half = build("qwen3_moe", decoder_sparse_step=2)
     assert router_info(half) == RouterInfo(1, EXPERTS, CHOSEN)
-    with pytest.raises(
-        TrimtabError, match=r"mixture of experts \(.*GptOssTopKRouter.*known are mixtral, olmoe, qwen3_"
-    ):
-        router_info(build("gpt_oss", num_local_experts=4, attention="eager"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,7 +179,8 @@ def test_models_with_adapters_replay(targets: dict[str, Any]) -> None:
     """Where the router's own weight is adapted, it is wrapped, and still the one that is asked."""
     from peft import LoraConfig, get_peft_model
 
-    model: Any = get_peft_model(build("qwen3_moe"), LoraConfig(r=2, task_type="CAUSAL_LM", **targets))
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", **targets)
+    model: Any = get_peft_model(build("qwen3_moe"), lora).get_base_model()
     assert router_info(model) == RouterInfo(LAYERS, EXPERTS, CHOSEN)
     free = score(model, batch(), record=True)
     again = score(model, batch(), routes=free.routes)
@@ -207,14 +204,6 @@ def test_routes_of_another_batch_are_refused() -> None:
     routes = score(model, batch(), record=True).routes
     with pytest.raises(TrimtabError, match="routes of 20 tokens do not belong to this forward, which runs 21"):
         score(model, batch(), routes=routes[1:])
-
-
-@pytest.mark.parametrize("use", [lambda model: replay_routing(model, routes_of(4)), record_routing])
-def test_dense_models_have_nothing_to_replay(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(TrimtabError, match="this model has no experts"), use(build("llama")):
-        pass
-    with pytest.raises(TrimtabError, match="this model has no experts"):
-        score(build("llama"), batch(), record=True)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -70,7 +70,7 @@ def test_the_head_gives_each_token_the_same_bits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fused_head, "TILE_VOCABULARY", 128)
     hidden, weight = random(7, 32), random(VOCABULARY, 32, seed=1)
     ids = torch.tensor([0, 127, 128, 255, 256, 299, 7])
-    model = ModelParts(torch.nn.Identity(), weight, None, None, invariant=True)
+    model = ModelParts(torch.nn.Identity(), weight, None, invariant=True)
     logp = fused_head.token_scores(hidden, ids, model, temperature=0.7).logp
     exact = (hidden.double() @ weight.double().T / 0.7).log_softmax(-1).gather(1, ids[:, None])[:, 0]
     assert (logp.double() - exact).abs().max() < 5e-5

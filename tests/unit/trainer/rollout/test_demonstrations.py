@@ -98,7 +98,7 @@ def test_a_trace_is_what_an_engine_would_have_returned(stop, text, ids, shown):
 
 def test_a_sampled_response_written_down_comes_back_token_for_token():
     """A real engine on the (untrained) laboratory model, ended by a stop string and by the end token."""
-    model, words, _ = load("laboratory", dtype=torch.float32)
+    model, words = load("laboratory", dtype=torch.float32)
     engine = EmbeddedEngine(model, words, torch.float32)
     sampling = SamplingParams(max_tokens=40, stop=("9",))
     prompts = [tasks.encode(TASK, TASK.train[index], words) for index in range(4)]

@@ -27,7 +27,7 @@ from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION
 from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.engines.weight_transfer import SUMMED_WEIGHTS, WeightManifest, checksum
-from trimtab.trainer.models.invariant import is_invariant
+from trimtab.trainer.models.architecture import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import round_up
 from trimtab.trainer.models.invariant.kernels import KEY_BLOCK
 from trimtab.trainer.models.logprobs import TokenBatch, score

@@ -205,14 +205,8 @@ def _check(model: Any) -> None:
         reason = f"has no {rope!r} rotary angles, which depend on the longest text of a batch"
     elif torch.backends.cuda.matmul.allow_tf32:  # rotary angles are float32 products
         reason = "needs float32 products as they are: switch torch.backends.cuda.matmul.allow_tf32 off"
-    elif model.get_output_embeddings().bias is not None:
-        reason = f"has no bias in the head, {name} has"
     for path, module in model.base_model.named_modules():
         known = type(module) in _CLASSES or path.endswith("rotary_emb") or any(True for _ in module.children())
         reason = reason or ("" if known else f"does not know {type(module).__name__}, as which {name} has {path}")
     if reason:
         raise TrimtabError(f'numerics = "invariant" {reason}: use numerics = "native"')
-
-
-def is_invariant(model: Any) -> bool:
-    return model.config._attn_implementation == INVARIANT_IMPLEMENTATION
