@@ -1,6 +1,6 @@
 """Runs reward functions in worker processes with a timeout and a memory limit.
 
-    trainer --(one JSON message per batch)--> supervisor --(one JSON message per call)--> worker
+    trainer --(a line of JSON per batch)--> supervisor --(a line of JSON per call)--> worker
 
 The supervisor is forked once, when the rewards are built: before a model is loaded and before torch starts threads. It
 runs only the loop in this file, so it cannot hang. It forks the workers, which call the functions. A worker is killed
@@ -29,7 +29,6 @@ import secrets
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import warnings
@@ -48,9 +47,8 @@ from trimtab.types import MAX_REWARD
 MEMORY = 1 << 30  # bytes that a worker may allocate in addition to the memory it inherits
 SUPERVISOR_TIMEOUT = 30.0  # seconds that the supervisor may take in addition to all timeouts
 LONGEST = 2e6  # seconds of a wait: the operating system counts milliseconds in 32 bits
-LONGEST_ANSWER = 1 << 16  # bytes, including the header
+LONGEST_ANSWER = 1 << 16  # bytes
 GRACE = 1.0  # seconds in which a process must exit before it is killed
-HEADER = struct.Struct("!Q")
 OUT_OF_MEMORY = "ran out of the memory it may use"
 
 
@@ -103,20 +101,18 @@ class FunctionPool:
             self._start()
         assert self._socket is not None
         self._socket.settimeout(min(LONGEST, sum(call.timeout for call in calls) + SUPERVISOR_TIMEOUT))
-        number, answer = secrets.token_hex(8), None
-        requests = [call._replace(arguments=json.dumps(call.arguments))._asdict() for call in calls]
         try:
-            send(self._socket, {"number": number, "requests": requests})
-            answer = receive(self._socket)
+            send(self._socket, [call._replace(arguments=json.dumps(call.arguments))._asdict() for call in calls])
+            outcomes = receive(self._socket)
         except (OSError, ValueError):
-            pass  # the supervisor was killed or stopped: all calls get an error below
+            outcomes = None  # the supervisor was killed or stopped
         except BaseException:
-            self.close()  # otherwise the next batch would receive the answer to this request
+            self.close()  # otherwise the next batch would receive the outcomes of this one
             raise
-        if answer is None or answer["number"] != number:
+        if outcomes is None:
             self.close()
             return [Outcome(error="was lost: the process that ran it died (a new one is started)")] * len(calls)
-        return [Outcome(*outcome) for outcome in answer["outcomes"]]
+        return [Outcome(*outcome) for outcome in outcomes]
 
     def close(self) -> None:
         """End the supervisor and its workers."""
@@ -167,7 +163,7 @@ class _Supervisor:
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
         while (batch := receive(self.trainer)) is not None:
-            send(self.trainer, {"number": batch["number"], "outcomes": self._run(batch["requests"])})
+            send(self.trainer, self._run(batch))
         self._leave()
 
     def _run(self, batch: list[dict[str, Any]]) -> list[Outcome]:
@@ -269,12 +265,9 @@ class _Worker:
             self.alive = False
             return Outcome(error=f"ended its process ({self._ending()})")
         self.received += arrived
-        size = HEADER.size
-        if len(self.received) >= size:
-            size += HEADER.unpack_from(self.received)[0]
-        if len(self.received) < size <= LONGEST_ANSWER:
+        if not self.received.endswith(b"\n") and len(self.received) <= LONGEST_ANSWER:
             return None
-        outcome = _decode(self.received[HEADER.size :], self.number) if len(self.received) == size else None
+        outcome = _decode(self.received, self.number)
         self.alive = outcome is not None and outcome.error != OUT_OF_MEMORY
         return outcome or Outcome(
             error="wrote to the file descriptor that its worker answers through (the worker is replaced)"
@@ -377,22 +370,15 @@ def _fork(body: Callable[[], None]) -> int:
 
 
 def send(pipe: socket.socket, message: Any) -> None:
-    data = json.dumps(message).encode()
-    pipe.sendall(HEADER.pack(len(data)) + data)
+    pipe.sendall(json.dumps(message).encode() + b"\n")
 
 
 def receive(pipe: socket.socket) -> Any:
-    """Returns the next message, or None if the other end is closed."""
-    header = _receive_exactly(pipe, HEADER.size)
-    data = header and _receive_exactly(pipe, HEADER.unpack(header)[0])
-    return None if data is None else json.loads(data)
-
-
-def _receive_exactly(pipe: socket.socket, size: int) -> bytes | None:
+    """Returns the next message, or None if the other end is closed. Messages alternate, so none follows this one."""
     data = bytearray()
-    while len(data) < size:
-        chunk = pipe.recv(min(size - len(data), 1 << 20))
-        if not chunk:
+    while not data.endswith(b"\n"):
+        part = pipe.recv(1 << 20)
+        if not part:
             return None
-        data += chunk
-    return bytes(data)
+        data += part
+    return json.loads(data)
