@@ -52,7 +52,7 @@ GRACE = 1.0  # seconds in which a process must exit before it is killed
 OUT_OF_MEMORY = "ran out of the memory it may use"
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A function call."""
 
     function: int  # index of the function
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def checked(value: Any) -> Outcome:
+def check_value(value: Any) -> Outcome:
     """Returns the outcome of a call that returned `value`: the reward, or an error if `value` is not usable as one."""
     if not isinstance(value, Real | np.bool_):
         return Outcome(error=f"returned {type(value).__name__}, not a number")
@@ -93,7 +93,7 @@ class FunctionPool:
         self._memory = memory
         self._start()
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[FunctionCall]) -> list[Outcome]:
         """Returns the outcome of every call, in order. An error in a function is returned as its outcome."""
         if not calls:
             return []
@@ -333,7 +333,7 @@ def _limit(memory: int) -> None:
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     try:
-        return checked(function(**arguments))
+        return check_value(function(**arguments))
     except MemoryError:
         return Outcome(error=OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit and KeyboardInterrupt in a reward only fail its sample
