@@ -14,7 +14,7 @@ from trimtab.types import RewardSpec
 
 
 def specs(*named: str, sets: tuple[str, ...] = ()) -> list[TaskSpec]:
-    return [what.spec for what in evaluate.tasks_of(named, sets, [])]
+    return evaluate.tasks_of(named, sets, [])
 
 
 def write_run(folder: Path, text: str) -> Path:
@@ -57,9 +57,9 @@ def test_several_tasks_and_set_for_a_single_one() -> None:
 def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[task]\nname = "sort"\n[engine]\ndtype = "float32"\n[[reward]]\nname = "exact"\nweight = 2.0\n')
-    [what] = evaluate.tasks_of([f"{recipe}:task.digits=7,sampling.max_tokens=9"], [], [])
-    assert what.spec == TaskSpec("sort", {"digits": 7}, (RewardSpec("exact", 2.0),), 9)
-    assert what.dtype == "float32"
+    [spec] = specs(f"{recipe}:task.digits=7,sampling.max_tokens=9")
+    assert spec == TaskSpec("sort", {"digits": 7}, (RewardSpec("exact", 2.0),), 9)
+    assert spec.recipe_dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
     sort = '[task]\nname = "sort"\n[engine]\ndtype = "{}"\n'
     names = [write_run(tmp_path / name, sort.format(dtype)) for name, dtype in (("a", "float32"), ("b", "float32"))]
     runs = [evaluate.source(str(name), "last") for name in names]
-    whats = evaluate.tasks_of([], [], runs)
-    assert [what.spec.name for what in whats] == ["sort"]
-    assert evaluate.dtype_of(None, runs, whats) == "float32"
-    assert evaluate.dtype_of("bfloat16", runs, whats) == "bfloat16"
+    found = evaluate.tasks_of([], [], runs)
+    assert [spec.name for spec in found] == ["sort"]
+    assert evaluate.dtype_of(None, runs, found) == "float32"
+    assert evaluate.dtype_of("bfloat16", runs, found) == "bfloat16"
     named = evaluate.tasks_of(["arithmetic"], [], runs)
     assert evaluate.dtype_of(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
     assert evaluate.dtype_of(None, [evaluate.source("laboratory", "last")], named) == "bfloat16"
@@ -108,7 +108,7 @@ def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match=rf"different tasks, .*environments .*--task {tmp_path}/a/config.toml"):
         evaluate.tasks_of([], [], [*runs, other])
     with pytest.raises(TrimtabError, match=r"bfloat16 and float32.*--dtype"):
-        evaluate.dtype_of(None, [*runs, other], whats)
+        evaluate.dtype_of(None, [*runs, other], found)
     with pytest.raises(TrimtabError, match="--task is missing"):
         evaluate.tasks_of([], [], [*runs, evaluate.source("laboratory", "last")])
 

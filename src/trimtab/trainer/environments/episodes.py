@@ -16,7 +16,7 @@ import numpy as np
 from trimtab.errors import TrimtabError, TrimtabWarning, error_text
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
-from trimtab.trainer.environments.episode import Episode, awaited
+from trimtab.trainer.environments.episode import Episode, awaited, usable_reward
 from trimtab.trainer.environments.formats import Call, Format, ResultEncoder, ToolError, escape_surrogates
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, EpisodeOutcome, FinishReason, Problem, Prompt, SamplingParams, TurnResult
@@ -186,7 +186,8 @@ class Episodes:
 
     def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
         """Calls `get_reward` of the environments and returns the completed responses with their outcomes."""
-        pending = [(episode, episode.start_reward()) for episode in self._episodes]
+        unfailed = [episode for episode in self._episodes if episode.failure is None]
+        pending = [(episode, episode.start_optional("get_reward", usable_reward)) for episode in unfailed]
         for episode, call in pending:
             if call is not None:
                 episode.reward = episode.value(call, "get_reward")
@@ -212,7 +213,7 @@ class Episodes:
         running = [episode.thread for episode in self._episodes if not episode.thread.cancel()]
         for thread in running:  # after all cancellations: otherwise a call that waits for a slot could start
             thread.wait()
-        closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
+        closing = [call for episode in self._episodes if (call := episode.start_optional("close")) is not None]
         for call in closing:
             _, failure = awaited(call)
             if failure is not None:  # only a warning: the responses are complete, but resources may leak

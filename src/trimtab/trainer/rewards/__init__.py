@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from trimtab.errors import TrimtabError
 from trimtab.plugins import check_arguments, load_function
 from trimtab.trainer.registry import Registry
-from trimtab.trainer.sandbox.function_pool import Call, FunctionPool, Outcome, checked, describe
+from trimtab.trainer.sandbox.function_pool import FunctionCall, FunctionPool, Outcome, check_value, describe
 from trimtab.types import Completion, FinishReason, Problem, RewardSpec, Task
 
 KINDS = Registry(
@@ -187,7 +187,7 @@ class Scorer:
             return found
         packed = [{"problem": _plain(problem), "response": asdict(response)} for problem, response in samples]
         calls = [
-            Call(number, arguments, reward.timeout)
+            FunctionCall(number, arguments, reward.timeout)
             for number, reward in enumerate(self._outside)
             for arguments in packed
         ]
@@ -199,7 +199,7 @@ class Scorer:
         failed = [f"reward {name!r} {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
         if failed:
             return Score(None, parts, f"problem {problem.id!r}: {'; '.join(failed)}")
-        total = checked(sum(reward.weight * parts[reward.name] for reward in self.rewards))
+        total = check_value(sum(reward.weight * parts[reward.name] for reward in self.rewards))
         if total.error:
             return Score(None, parts, f"problem {problem.id!r}: the weighted sum of the rewards {total.error}")
         return Score(total.value, parts)
@@ -217,7 +217,7 @@ def _of_environment(problem: Problem, answer: Response | Completion) -> Score | 
 
 def _call(built: Built, problem: Problem, response: Response) -> Outcome:
     try:
-        return checked(built.function(response, problem))
+        return check_value(built.function(response, problem))
     except Exception as error:
         return Outcome(error=describe(error))
 

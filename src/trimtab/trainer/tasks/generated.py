@@ -178,25 +178,24 @@ def insertions(text: str) -> str:
     return "=".join("".join(sorted(text[:count])) + text[count:] for count in range(2, len(text) + 1))
 
 
-def fewest_swaps(row: str) -> list[tuple[int, int]]:
-    """Returns the fewest swaps that sort a row of distinct digits, from left to right; positions count from 1."""
-    digits: list[str] = list(row)
-    swaps: list[tuple[int, int]] = []
+def fewest_swaps(row: str) -> list[tuple[str, str]]:
+    """Returns the fewest swaps that sort a row of distinct digits, from left to right, each with the row after it.
+
+    A swap is two positions, counted from 1, as in "13": "4213" -> [("13", "1243"), ("34", "1234")].
+    """
+    digits = list(row)
+    swaps: list[tuple[str, str]] = []
     for first, digit in enumerate(sorted(row)):
         second = digits.index(digit)
         if second != first:
             digits[first], digits[second] = digits[second], digits[first]
-            swaps.append((first + 1, second + 1))
+            swaps.append((f"{first + 1}{second + 1}", "".join(digits)))
     return swaps
 
 
 def transcript(row: str) -> str:
     """Returns the text of an episode with the fewest swaps: calls, results, and the last turn "=."."""
-    digits, text = list(row), ""
-    for first, second in fewest_swaps(row):
-        digits[first - 1], digits[second - 1] = digits[second - 1], digits[first - 1]
-        text += f"{first}{second}?{''.join(digits)}="
-    return text + "=."
+    return "".join(f"{swap}?{result}=" for swap, result in fewest_swaps(row)) + "=."
 
 
 # Entry i of a dataset is usually drawn with seed + i: with neighboring seeds, the two splits would share entries.
