@@ -69,10 +69,10 @@ def evaluate(
     from trimtab.trainer.display import PlainTextConsole, progress, terminal_width
     from trimtab.trainer.evaluation import ModelSpec, Settings, compare
 
-    choices = [source(name, which) for name in models]
+    choices = [find_model(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
-    specs = tasks_of(task or [], sets or [], choices)
+    specs = choose_tasks(task or [], sets or [], choices)
     settings = Settings(
         samples=samples,
         greedy=greedy,
@@ -81,7 +81,7 @@ def evaluate(
         max_tokens=max_tokens,
         problems=problems,
         seed=seed,
-        dtype=dtype_of(dtype, choices, specs),
+        dtype=choose_dtype(dtype, choices, specs),
     )
     count = len(choices) * len(specs) * len(settings.modes())
     numbers = itertools.count(1)
@@ -96,7 +96,7 @@ def evaluate(
             specs,
             settings,
             progress=on_problems,
-            notes=notes_on_tools(choices, specs),
+            notes=note_missing_tools(choices, specs),
         )
     if as_json:
         print_json(results.as_dict())
@@ -138,7 +138,7 @@ class ModelChoice:
             yield self.name
 
 
-def source(name: str, which: str) -> ModelChoice:
+def find_model(name: str, which: str) -> ModelChoice:
     """Returns the model for `name`: a run directory, RUN/checkpoints/step-000010, or a name for the model loader."""
     path, name = Path(name).absolute(), name.rstrip("/") or name
     if (path / CONFIG).is_file():
@@ -148,30 +148,30 @@ def source(name: str, which: str) -> ModelChoice:
     return ModelChoice(name, None, which)
 
 
-def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskSpec]:
+def choose_tasks(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskSpec]:
     """Returns the tasks given by `--task`, or by default the task that all runs were trained on."""
     from trimtab.trainer import tasks
 
     if named:
         if sets and len(named) > 1:
             raise TrimtabError("--set changes one task; with several, write each as --task NAME:KEY=VALUE,KEY=VALUE")
-        return [_task(text, sets) for text in named]
-    recipes = [_recipe(name, sets) for name in _recipes_of(sources)]
+        return [_parse_task(text, sets) for text in named]
+    recipes = [_read_recipe(name, sets) for name in _list_recipes(sources)]
     if len(recipes) < len(sources):
         raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.KINDS.names())}) or a recipe")
     if any(spec != recipes[0] for spec in recipes):
         raise TrimtabError(
             "the runs were trained on different tasks, rewards, environments or sampling.max_tokens: choose what to "
-            f"measure for all of them, such as --task {_recipes_of(sources)[0]}"
+            f"measure for all of them, such as --task {_list_recipes(sources)[0]}"
         )
     return recipes[:1]
 
 
-def _recipes_of(sources: Sequence[ModelChoice]) -> list[str]:
+def _list_recipes(sources: Sequence[ModelChoice]) -> list[str]:
     return [str(item.run / CONFIG) for item in sources if item.run is not None]
 
 
-def notes_on_tools(sources: Sequence[ModelChoice], specs: Sequence[TaskSpec]) -> list[str]:
+def note_missing_tools(sources: Sequence[ModelChoice], specs: Sequence[TaskSpec]) -> list[str]:
     """Returns a line for each run that was trained with tools and is measured without them."""
     from trimtab.trainer.config import load_config
 
@@ -179,12 +179,12 @@ def notes_on_tools(sources: Sequence[ModelChoice], specs: Sequence[TaskSpec]) ->
     return [
         f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
         f"without them on {', '.join(bare)}; --task {recipe} measures with them"
-        for recipe in (_recipes_of(sources) if bare else [])
+        for recipe in (_list_recipes(sources) if bare else [])
         if (environment := load_config(recipe).environment)
     ]
 
 
-def dtype_of(requested: str | None, sources: Sequence[ModelChoice], specs: Sequence[TaskSpec]) -> str:
+def choose_dtype(requested: str | None, sources: Sequence[ModelChoice], specs: Sequence[TaskSpec]) -> str:
     """Returns the requested dtype, by default the sampling dtype of the recipes and runs, otherwise bfloat16.
 
     Raises `TrimtabError` if recipes and runs have different dtypes and none is requested.
@@ -193,14 +193,14 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], specs: Seque
         return requested
     from trimtab.trainer.config import load_config
 
-    runs = [load_config(name).engine.dtype for name in _recipes_of(sources)]
+    runs = [load_config(name).engine.dtype for name in _list_recipes(sources)]
     known = sorted({*runs, *filter(None, (spec.recipe_dtype for spec in specs))})
     if len(known) > 1:
         raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")
     return known[0] if known else "bfloat16"
 
 
-def _task(text: str, sets: Sequence[str]) -> TaskSpec:
+def _parse_task(text: str, sets: Sequence[str]) -> TaskSpec:
     """Parses `NAME` or `NAME:KEY=VALUE,...`, where NAME is a task or a recipe."""
     from trimtab.trainer import tasks
     from trimtab.trainer.config import is_recipe, parse_override, recipe_names, split_overrides
@@ -216,10 +216,10 @@ def _task(text: str, sets: Sequence[str]) -> TaskSpec:
         raise TrimtabError(
             f"unknown task or recipe {name!r}{did_you_mean(name, [*tasks.KINDS.classes, *recipe_names()])}"
         )
-    return _recipe(name, changes)
+    return _read_recipe(name, changes)
 
 
-def _recipe(name: str, changes: Sequence[str]) -> TaskSpec:
+def _read_recipe(name: str, changes: Sequence[str]) -> TaskSpec:
     from trimtab.trainer.config import load_config
     from trimtab.trainer.evaluation import TaskSpec
     from trimtab.types import RewardSpec

@@ -67,7 +67,7 @@ def check_class(factory: Callable[[], Any], name: str) -> None:
         describe_tool(getattr(factory, method), f"environment {name!r}, tool {method!r}")
 
 
-def row_for(reset: Callable[..., Any], problem: Problem, seed: int) -> dict[str, Any]:
+def make_row(reset: Callable[..., Any], problem: Problem, seed: int) -> dict[str, Any]:
     """Returns the keyword arguments of `reset`: the columns of a problem, plus `prompt` and `seed` if it accepts them.
 
     `prompt` is the question, as in TRL's rows. `seed` is for random draws of the environment. Columns of the problem
@@ -164,10 +164,10 @@ def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArgument
                 with contextlib.suppress(ValidationError):
                     bound.arguments[parameter] = adapter.validate_python(value.strip())
                     continue
-            raise ToolError(f"{name}: {_reason(parameter, error)}") from None
+            raise ToolError(f"{name}: {_describe_error(parameter, error)}") from None
 
 
-def _reason(parameter: str, error: ValidationError) -> str:
+def _describe_error(parameter: str, error: ValidationError) -> str:
     """Returns which part of an argument is invalid, and why."""
     first = error.errors(include_url=False)[0]
     value = json.dumps(first["input"], default=lambda other: type(other).__name__)

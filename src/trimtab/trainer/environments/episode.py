@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.errors import error_text
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread
-from trimtab.trainer.environments.environment import call_tool, row_for, text_of
+from trimtab.trainer.environments.environment import call_tool, make_row, text_of
 from trimtab.trainer.environments.formats import Call
 from trimtab.trainer.sandbox.function_pool import check_value
 from trimtab.types import EpisodeOutcome, IntArray, Prompt, TurnResult
@@ -52,7 +52,7 @@ class Episode:
 
         def reset() -> Any:
             method = self.environment.reset
-            return method(**row_for(method, self.prompt.problem, self.seed))
+            return method(**make_row(method, self.prompt.problem, self.seed))
 
         return self._start(reset, text_of)
 
@@ -69,7 +69,7 @@ class Episode:
 
     def value(self, call: BackgroundCall, method: str) -> Any:
         """Waits for a call that must not fail and returns its value. If it fails, sets `failure` and returns None."""
-        value, failure = awaited(call)
+        value, failure = wait_for(call)
         if failure is not None:
             self.failure = f"{method} {failure}"
         return value
@@ -83,7 +83,7 @@ class Episode:
         return self.thread.start(BackgroundCall(function, self.timeout, convert, slots))
 
 
-def awaited(call: BackgroundCall) -> tuple[Any, str | None]:
+def wait_for(call: BackgroundCall) -> tuple[Any, str | None]:
     """Waits for a call. Returns its value and None, or None and a description of its failure."""
     call.wait(float("inf"))
     try:

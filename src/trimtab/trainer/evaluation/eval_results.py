@@ -226,7 +226,8 @@ class Results:
         titles = {"greedy": "greedy", "sampled": f"avg@{self.settings['samples']}"}
         columns = ["model", *(f"{name} {titles[mode]}" for name, _, mode in cells)]
         rows = [
-            [model, *(_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)] for model in self.models
+            [model, *(_format_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)]
+            for model in self.models
         ]
         return TextTable(f"Accuracy ({NOTE})", columns, rows)
 
@@ -234,7 +235,7 @@ class Results:
         rows = []
         for model in self.models:
             columns = [self.passes(model, "sampled", tasks) for _, tasks in self._columns()]
-            rows += [[model, str(k), *(_percent(column[k]) for column in columns)] for k in self.ks]
+            rows += [[model, str(k), *(_format_percent(column[k]) for column in columns)] for k in self.ks]
         return TextTable(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
 
     def _details(self) -> TextTable:
@@ -251,7 +252,7 @@ class Results:
         return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
 
 
-def _percent(estimate: Interval) -> str:
+def _format_percent(estimate: Interval) -> str:
     """Returns a percentage with its interval, such as `37.9 [33.1, 42.6]`."""
     value, low, high = (format(100 * number, ".1f") for number in estimate)
     return f"{value} [{low}, {high}]"

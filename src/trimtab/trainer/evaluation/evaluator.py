@@ -124,15 +124,15 @@ def _sample(
         return []
     if episodes is not None:
         # Not the seed itself: training and evaluation must not use the same random environments.
-        base = _seed(seeds[0])
+        base = _derive_seed(seeds[0])
         reset_seeds = [reset_seed(base, position) for position in numbered]
         return episodes.generate(
-            engine.generate, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds
+            engine.generate, prompts, samples, sampling, seed=_derive_seed(*seeds), reset_seeds=reset_seeds
         )
-    return engine.generate(prompts, samples, sampling, seed=_seed(*seeds))
+    return engine.generate(prompts, samples, sampling, seed=_derive_seed(*seeds))
 
 
-def _seed(*words: int) -> int:
+def _derive_seed(*words: int) -> int:
     return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 

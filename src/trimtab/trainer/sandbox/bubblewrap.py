@@ -51,11 +51,7 @@ class ContainerRequest(NamedTuple):
 
 
 class ContainerError(Exception):
-    """A container that did not start, died, or did not answer in time."""
-
-
-class ContainerTimeout(ContainerError):
-    """A container that did not answer in time."""
+    """A container that did not start."""
 
 
 class Container:
@@ -88,10 +84,7 @@ class Container:
             raise ContainerError("it was killed")
 
     def run(self, code: str, limits: Limits) -> CodeResult:
-        """Runs the code. If the result is `lost`, the container has ended.
-
-        Raises `ContainerError` if the container dies, hangs or violates the protocol.
-        """
+        """Runs the code. If the result is `lost`, the container has ended, hangs, or violated the protocol."""
         deadline = time.monotonic() + limits.timeout + GRACE
         text = code.encode()
         try:
@@ -99,17 +92,18 @@ class Container:
             self._connection.sendall(LENGTH.pack(len(text)) + text)
             timed_out, ended, output_size, error_size = HEADER.unpack(self._receive(HEADER.size, deadline))
             if output_size > limits.max_output * BYTES_PER_CHARACTER or error_size > MAX_REPORT:
-                raise ContainerError("the sandbox broke its protocol")
+                return CodeResult("", "the sandbox broke its protocol", lost=True)
             output = self._receive(output_size, deadline).decode(errors="replace")
             error = self._receive(error_size, deadline).decode(errors="replace")
         except TimeoutError:
-            raise ContainerTimeout(took_too_long(limits)) from None
+            return CodeResult("", took_too_long(limits), timed_out=True, lost=True)
         except OSError:
-            raise ContainerError("the process of this sandbox was killed (by hand, or for lack of memory)") from None
+            error = "the process of this sandbox was killed (by hand, or for lack of memory)"
+            return CodeResult("", error, lost=True)
         return CodeResult(output, error or None, bool(timed_out), bool(ended))
 
     def kill(self) -> None:
-        """Ends all processes of the container. A `run` in progress in another thread raises."""
+        """Ends all processes of the container. The result of a `run` in progress in another thread is `lost`."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._end()
@@ -171,8 +165,6 @@ class BubblewrapSandbox:
                 result = container.run(code, self._limits)
                 kept = not result.lost
                 return result
-            except ContainerError as error:
-                return CodeResult("", str(error), isinstance(error, ContainerTimeout), lost=True)
             finally:  # also if the caller was interrupted: the next run must not receive the answer to this run
                 if kept:
                     self._sessions[session] = container

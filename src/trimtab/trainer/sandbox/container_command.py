@@ -55,15 +55,15 @@ def container_command(limits: Limits, packages: Sequence[str]) -> list[str]:
     if not version or Version(version[0]) < Version(OLDEST):
         installed = version[0] if version else "unknown"
         raise TrimtabError(f"bubblewrap {installed} is older than {OLDEST}: apt install a newer bubblewrap")
-    distributions = [_distribution(name) for name in packages]
-    modules = [module for distribution in distributions for module in _modules(distribution)]
+    distributions = [_find_distribution(name) for name in packages]
+    modules = [module for distribution in distributions for module in _list_modules(distribution)]
     return [
         *(program, *ISOLATION, *OPEN_PROC, *(CHANGE_USER if os.geteuid() == 0 else USER_NAMESPACE)),
         *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
         *(word for path in DIRECTORIES for word in ("--perms", "0755", "--dir", path)),
-        *_system(),
-        *_interpreter(),
-        *(word for path, name in _files(distributions) for word in ("--ro-bind", str(path), f"{PACKAGES}/{name}")),
+        *_mount_system(),
+        *_mount_interpreter(),
+        *(word for path, name in _list_files(distributions) for word in ("--ro-bind", str(path), f"{PACKAGES}/{name}")),
         *("--ro-bind", str(INIT), SCRIPT),
         *("--perms", "0000", "--dir", HIDDEN, "--proc", f"{HIDDEN}/proc", "--remount-ro", f"{HIDDEN}/proc"),
         *("--perms", "1777", "--size", str(limits.memory_mb << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"),
@@ -74,7 +74,7 @@ def container_command(limits: Limits, packages: Sequence[str]) -> list[str]:
     ]
 
 
-def _system() -> Iterator[str]:
+def _mount_system() -> Iterator[str]:
     for library in LIBRARIES:
         if os.path.islink(library):
             yield from ("--symlink", os.readlink(library), library)
@@ -85,7 +85,7 @@ def _system() -> Iterator[str]:
         yield from ("--dev-bind", device, device)
 
 
-def _interpreter() -> Iterator[str]:
+def _mount_interpreter() -> Iterator[str]:
     """Yields options that mount this interpreter with its standard library, without the installed packages."""
     standard = Path(sysconfig.get_path("stdlib"))
     library = standard.parent
@@ -96,24 +96,24 @@ def _interpreter() -> Iterator[str]:
         yield from ("--tmpfs", hidden, "--remount-ro", hidden)
 
 
-def _distribution(name: str) -> importlib.metadata.Distribution:
+def _find_distribution(name: str) -> importlib.metadata.Distribution:
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         raise TrimtabError(f"the package {name!r} for the sandbox is not installed: pip install {name}") from None
-    if not _modules(distribution):
+    if not _list_modules(distribution):
         raise TrimtabError(f"the package {name!r} has no files (an editable install?): pip install {name}")
     return distribution
 
 
-def _modules(distribution: importlib.metadata.Distribution) -> list[str]:
+def _list_modules(distribution: importlib.metadata.Distribution) -> list[str]:
     """Returns the names of the packages that a distribution installs, or of its modules if it has no package."""
     files = [file for file in distribution.files or () if file.parts[0] != ".."]
     names = {file.parts[0] for file in files if len(file.parts) == 2 and file.name == "__init__.py"}
     return sorted(names or {file.stem for file in files if len(file.parts) == 1 and file.suffix == ".py"})
 
 
-def _files(distributions: Sequence[importlib.metadata.Distribution]) -> list[tuple[Path, str]]:
+def _list_files(distributions: Sequence[importlib.metadata.Distribution]) -> list[tuple[Path, str]]:
     """Returns the paths of the distributions and their dependencies, each with its name in `site-packages`."""
     waiting, seen = list(distributions), {distribution.name for distribution in distributions}
     paths: dict[str, Path] = {}
@@ -126,5 +126,5 @@ def _files(distributions: Sequence[importlib.metadata.Distribution]) -> list[tup
             wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             if wanted and requirement.name not in seen:
                 seen.add(requirement.name)
-                waiting.append(_distribution(requirement.name))
+                waiting.append(_find_distribution(requirement.name))
     return sorted((path, name) for name, path in paths.items() if path.exists())

@@ -120,8 +120,8 @@ class Child:
     def __init__(self, proc: int, starter: int, limits: Limits) -> None:
         self.proc, self.starter, self.limits = proc, starter, limits
         self.ended = False
-        fields = self.status("self")
-        self.memory_at_start = memory(fields)
+        fields = self.read_status("self")
+        self.memory_at_start = count_memory(fields)
         address_space = (int(fields[b"VmSize"]) << 10) + (limits.memory_mb << 20)
         receive_requests, self.requests = os.pipe()
         self.output, write_output = os.pipe()
@@ -147,21 +147,21 @@ class Child:
         os.kill(self.pid, signal.SIGCONT)
         run = Run(self, code)
         reason = run.watch()
-        output = run.drained()
+        output = run.drain_output()
         self.ended = bool(reason)
         if not self.ended:
             os.kill(self.pid, signal.SIGSTOP)  # threads that the code left running pause between two runs
         return run.timed_out, output, reason or run.error()
 
-    def status(self, process: str) -> dict[bytes, bytes]:
+    def read_status(self, process: str) -> dict[bytes, bytes]:
         """Returns the fields of /proc/PID/status, reduced to the first word of each value."""
         with open(os.open(f"{process}/status", os.O_RDONLY, dir_fd=self.proc), "rb") as file:
             lines = [line.split(maxsplit=2) for line in file]
         return {name.rstrip(b":"): words[0] for name, *words in lines if words}
 
-    def excess(self) -> bytes:
+    def find_excess(self) -> bytes:
         """Returns which limit the child exceeds, or an empty text."""
-        fields = self.status(str(self.pid))
+        fields = self.read_status(str(self.pid))
         if b"VmRSS" not in fields:  # the main thread has ended, and the kernel reports no memory
             os.kill(self.pid, signal.SIGKILL)
             return b""
@@ -171,12 +171,12 @@ class Child:
         disk = os.statvfs(HOME)
         if disk.f_files - disk.f_ffree > MAX_FILES:
             return b"made more than %d files" % MAX_FILES
-        used = memory(fields) - self.memory_at_start + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        used = count_memory(fields) - self.memory_at_start + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         limit = self.limits.memory_mb
         return b"used more than %d MB of memory" % limit if used > limit << 20 else b""
 
 
-def memory(fields: dict[bytes, bytes]) -> int:
+def count_memory(fields: dict[bytes, bytes]) -> int:
     """Returns the bytes that a process uses: its pages (in memory or swapped out) and its page tables."""
     return sum(int(fields[name]) << 10 for name in (b"VmRSS", b"VmSwap", b"VmPTE"))
 
@@ -216,7 +216,7 @@ class Run:
                 return b"took longer than %g s" % self.limits.timeout
             if now > check:
                 check = now + TICK
-                if excess := child.excess():
+                if excess := child.find_excess():
                     return excess
 
     def send(self) -> bool:
@@ -253,7 +253,7 @@ class Run:
             return b"ended its process (exit code %d)" % code
         return b"ended its process (signal %s)" % SIGNALS.get(-code, f"SIGRTMIN{-code - signal.SIGRTMIN:+}").encode()
 
-    def drained(self) -> bytes:
+    def drain_output(self) -> bytes:
         """Returns the output, including all that was written before the report."""
         limit = self.limits.max_output * BYTES_PER_CHARACTER
         while len(self.output) <= limit and self.read_output():

@@ -7,7 +7,6 @@ process group of this process, which is killed as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
@@ -51,26 +50,25 @@ def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, socket.
     Until process 1 is ready, what it and `bwrap` print is sent over the connection.
     """
     program, *arguments = setup.command
-    with contextlib.ExitStack() as closing, contextlib.ExitStack() as failed:
-        connection, inside = socket.socketpair()
-        closing.enter_context(inside)
-        failed.enter_context(connection)
-        ended, running = socket.socketpair()
-        closing.enter_context(ended)
-        failed.enter_context(running)
-        socket.send_fds(connection, [b"\0"], [ended.fileno()])
-        seccomp = closing.enter_context(tempfile.TemporaryFile(buffering=0))
-        seccomp.write(setup.seccomp)
-        seccomp.seek(0)
-        process = subprocess.Popen(
-            [program, "--seccomp", str(seccomp.fileno()), *arguments],
-            stdin=inside,
-            stdout=inside,
-            stderr=inside,
-            pass_fds=[seccomp.fileno()],
-            env={},
-        )
-        failed.pop_all()
+    connection, inside = socket.socketpair()
+    ended, running = socket.socketpair()
+    try:
+        with inside, ended, tempfile.TemporaryFile(buffering=0) as seccomp:
+            socket.send_fds(connection, [b"\0"], [ended.fileno()])
+            seccomp.write(setup.seccomp)
+            seccomp.seek(0)
+            process = subprocess.Popen(
+                [program, "--seccomp", str(seccomp.fileno()), *arguments],
+                stdin=inside,
+                stdout=inside,
+                stderr=inside,
+                pass_fds=[seccomp.fileno()],
+                env={},
+            )
+    except OSError:
+        connection.close()
+        running.close()
+        raise
     return process, running, connection
 
 

@@ -23,10 +23,10 @@ import ctypes
 import gc
 import json
 import math
+import multiprocessing.connection
 import os
 import resource
 import secrets
-import selectors
 import signal
 import socket
 import sys
@@ -77,7 +77,7 @@ def check_value(value: Any) -> Outcome:
     return Outcome(number) if abs(number) <= MAX_REWARD else Outcome(error=f"returned {number}, above {MAX_REWARD:g}")
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns the type and the message of an exception in one short line."""
     return f"raised {' '.join(error_text(error).split())[:250]}"
 
@@ -131,16 +131,16 @@ class FunctionPool:
         pid = _fork(supervise)
         remote.close()
         self._socket: socket.socket | None = connection
-        self._stop = weakref.finalize(self, _end, connection, pid, os.getpid())
+        self._stop = weakref.finalize(self, _end_supervisor, connection, pid, os.getpid())
 
 
-def _end(connection: socket.socket, pid: int, owner: int) -> None:
+def _end_supervisor(connection: socket.socket, pid: int, owner: int) -> None:
     connection.close()
     if os.getpid() != owner:
         return  # a forked copy of the owner must not end the supervisor
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGTERM)
-        if _wait(pid) is None:
+        if _wait_for_exit(pid) is None:
             os.kill(pid, signal.SIGKILL)  # the workers end with it, see `_work`
             os.waitpid(pid, 0)
 
@@ -158,24 +158,24 @@ class _Supervisor:
     def serve(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and ends this process
-        signal.signal(signal.SIGTERM, lambda *_: self._leave())
+        signal.signal(signal.SIGTERM, lambda *_: self._exit())
         gc.freeze()  # garbage collection of inherited objects would copy the memory pages of the trainer
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
         while (batch := receive(self.trainer)) is not None:
             send(self.trainer, self._run(batch))
-        self._leave()
+        self._exit()
 
     def _run(self, batch: list[dict[str, Any]]) -> list[Outcome]:
         waiting = deque(enumerate(batch))
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(batch):
-            while waiting and (worker := self._idle()):
+            while waiting and (worker := self._find_idle()):
                 worker.begin(*waiting.popleft())
-            outcomes |= self._finished()
+            outcomes |= self._collect_outcomes()
         return [outcomes[position] for position in range(len(batch))]
 
-    def _idle(self) -> _Worker | None:
+    def _find_idle(self) -> _Worker | None:
         for worker in [worker for worker in self.workers if worker.position is None]:
             if worker.is_silent():
                 return worker
@@ -185,16 +185,13 @@ class _Supervisor:
             return self.workers[-1]
         return None
 
-    def _finished(self) -> dict[int, Outcome]:
+    def _collect_outcomes(self) -> dict[int, Outcome]:
         """Waits for an answer or a deadline; returns the outcomes by the positions of the calls."""
         busy = {worker.position: worker for worker in self.workers if worker.position is not None}
         timeout = min(LONGEST, max(0.0, min(worker.deadline for worker in busy.values()) - time.monotonic()))
-        with selectors.DefaultSelector() as selector:
-            for pipe in (self.trainer, *(worker.pipe for worker in busy.values())):
-                selector.register(pipe, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(timeout)}
+        ready = multiprocessing.connection.wait([self.trainer, *(worker.pipe for worker in busy.values())], timeout)
         if self.trainer in ready:
-            self._leave()  # the trainer sends nothing during a batch: a readable pipe means that it exited
+            self._exit()  # the trainer sends nothing during a batch: a readable pipe means that it exited
         outcomes = {}
         for position, worker in busy.items():
             outcome = worker.answer() if worker.pipe in ready else None
@@ -208,11 +205,11 @@ class _Supervisor:
         return outcomes
 
     def _replace(self, worker: _Worker) -> None:
-        """Ends a worker; `_idle` starts a new one if a call waits."""
+        """Ends a worker; `_find_idle` starts a new one if a call waits."""
         self.workers.remove(worker)
         worker.kill()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         for worker in self.workers:
             worker.kill()
         os._exit(0)
@@ -251,7 +248,7 @@ class _Worker:
         self.number = secrets.token_hex(8)
         self.received = b""
         self.pipe.settimeout(min(LONGEST, self.timeout))  # a stopped worker does not read
-        with contextlib.suppress(OSError):  # the worker died or stopped: `_finished` notices that
+        with contextlib.suppress(OSError):  # the worker died or stopped: `_collect_outcomes` notices that
             send(self.pipe, {"number": self.number, **request})
         self.pipe.setblocking(False)
 
@@ -263,11 +260,11 @@ class _Worker:
             arrived = b""
         if not arrived:
             self.alive = False
-            return Outcome(error=f"ended its process ({self._ending()})")
+            return Outcome(error=f"ended its process ({self._describe_end()})")
         self.received += arrived
         if not self.received.endswith(b"\n") and len(self.received) <= LONGEST_ANSWER:
             return None
-        outcome = _decode(self.received, self.number)
+        outcome = _decode_answer(self.received, self.number)
         self.alive = outcome is not None and outcome.error != OUT_OF_MEMORY
         return outcome or Outcome(
             error="wrote to the file descriptor that its worker answers through (the worker is replaced)"
@@ -281,15 +278,15 @@ class _Worker:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
-    def _ending(self) -> str:
-        status = _wait(self.pid)
+    def _describe_end(self) -> str:
+        status = _wait_for_exit(self.pid)
         if status is None:
             return "closed the pipe it answers through"
         code = os.waitstatus_to_exitcode(status)
         return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
 
 
-def _decode(data: bytes, number: str) -> Outcome | None:
+def _decode_answer(data: bytes, number: str) -> Outcome | None:
     """Returns the outcome in the answer to request `number`, or None if `_work` cannot have sent this data."""
     try:
         answer = json.loads(data)
@@ -309,16 +306,16 @@ def _work(pipe: socket.socket, functions: list[Callable[..., Any]], memory: int,
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
-    _limit(memory)
+    _limit_memory(memory)
     while (request := receive(pipe)) is not None:
-        outcome = _outcome(functions[request["function"]], json.loads(request["arguments"]))
+        outcome = _call_function(functions[request["function"]], json.loads(request["arguments"]))
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed the streams
             sys.stdout.flush()
             sys.stderr.flush()
         send(pipe, {"number": request["number"], **outcome._asdict()})
 
 
-def _limit(memory: int) -> None:
+def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
         return
@@ -331,16 +328,16 @@ def _limit(memory: int) -> None:
         score.write("1000")  # if the machine runs out of memory, the kernel kills this process, not the trainer
 
 
-def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     try:
         return check_value(function(**arguments))
     except MemoryError:
         return Outcome(error=OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit and KeyboardInterrupt in a reward only fail its sample
-        return Outcome(error=describe(error))
+        return Outcome(error=describe_error(error))
 
 
-def _wait(pid: int) -> int | None:
+def _wait_for_exit(pid: int) -> int | None:
     """Returns the exit status of a child, or None if it does not exit within `GRACE` seconds."""
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:

@@ -38,7 +38,7 @@ class MontySandbox:
         self._assigned: dict[int, _Worker] = {}
 
     def run(self, session: int, code: str) -> CodeResult:
-        worker = self._worker(session)
+        worker = self._find_worker(session)
         with worker.lock:
             return worker.run(session, code)
 
@@ -53,7 +53,7 @@ class MontySandbox:
         for worker in self._workers:
             worker.close()
 
-    def _worker(self, session: int) -> _Worker:
+    def _find_worker(self, session: int) -> _Worker:
         """Returns the worker of the session; a new session is assigned to the worker with the fewest sessions."""
         with self._assigning:
             worker = self._assigned.get(session)

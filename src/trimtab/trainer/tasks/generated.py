@@ -43,7 +43,7 @@ class Arithmetic(TaskOptions):
     seed: int = Field(0, description="draws the problems and the worked examples")
 
     def build(self) -> BuiltTask:
-        pairs = self._pairs()
+        pairs = self._draw_pairs()
         # Both orders of a sum or product belong to the same split: a model that learned one knows the other.
         key = (lambda pair: tuple(sorted(pair))) if self.operation in "+*" else (lambda pair: pair)
         shots = pairs[:SHOT_POOL]
@@ -73,7 +73,7 @@ class Arithmetic(TaskOptions):
         """The smallest and the largest operand."""
         return (0 if self.digits == 1 else 10 ** (self.digits - 1)), 10**self.digits - 1
 
-    def _pairs(self) -> list[tuple[int, int]]:
+    def _draw_pairs(self) -> list[tuple[int, int]]:
         """Returns ordered pairs of operands in a random order that depends on the seed alone."""
         low, high = self._bounds
         span = high - low + 1
@@ -129,7 +129,7 @@ class Sort(TaskOptions):
 
         held_out = [make(text, f"test-{index}") for index, text in enumerate(test)]
         rows = self.digits - 1 if self.steps else 1
-        return _task("sort", Procedural(TRAIN_SIZE, train), held_out, rows * (self.digits + 1))
+        return _build_task("sort", Procedural(TRAIN_SIZE, train), held_out, rows * (self.digits + 1))
 
 
 class SwapSort(TaskOptions):
@@ -155,10 +155,10 @@ class SwapSort(TaskOptions):
         random.Random(f"swap-sort/{self.seed}").shuffle(rows)
         problems = [Problem(f"swap-sort-{row}", row, transcript(row)) for row in rows]
         train, test = problems[self.holdout :], problems[: self.holdout]
-        return _task("swap-sort", train, test, (self.digits - 1) * (self.digits + 4) + 2)
+        return _build_task("swap-sort", train, test, (self.digits - 1) * (self.digits + 4) + 2)
 
 
-def _task(name: str, train: Sequence[Problem], test: Sequence[Problem], max_tokens: int) -> BuiltTask:
+def _build_task(name: str, train: Sequence[Problem], test: Sequence[Problem], max_tokens: int) -> BuiltTask:
     return BuiltTask(
         name=name,
         train=train,
