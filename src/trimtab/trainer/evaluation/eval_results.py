@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -92,29 +92,22 @@ class EvalResult:
         }
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the fields, and the numbers that follow from them, as JSON types."""
         accuracy, low, high = self.accuracy_estimate
         passes = self.pass_estimates.items()
         return {
-            "task": self.task,
+            **{item.name: getattr(self, item.name) for item in fields(self)},
             "accuracy": accuracy,
             "accuracy_low": low,
             "accuracy_high": high,
             "problems": len(self.problems),
-            "samples": self.samples,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "prompt": self.prompt,
-            "too_long": self.too_long,
             "pass": {str(k): estimate.value for k, estimate in passes},
             "pass_low": {str(k): estimate.low for k, estimate in passes},
             "pass_high": {str(k): estimate.high for k, estimate in passes},
             "reward": self.reward,
             "failures": len(self.errors),
             "errors": list(self.errors[:ERRORS_SHOWN]),
-            "truncated": self.truncated,
-            "tokens": self.tokens,
             "episodes": None if self.episodes is None else self.episodes.as_dict(),
-            "seconds": self.seconds,
             "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
         }
 
