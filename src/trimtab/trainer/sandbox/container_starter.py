@@ -59,9 +59,9 @@ def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, socket.
             seccomp.seek(0)
             process = subprocess.Popen(
                 [program, "--seccomp", str(seccomp.fileno()), *arguments],
-                stdin=inside,
-                stdout=inside,
-                stderr=inside,
+                stdin=inside.fileno(),
+                stdout=inside.fileno(),
+                stderr=inside.fileno(),
                 pass_fds=[seccomp.fileno()],
                 env={},
             )
