@@ -17,9 +17,9 @@ import pytest
 from tests.support.processes import gone
 
 from trimtab.trainer.sandbox import bubblewrap, container_starter
-from trimtab.trainer.sandbox.bubblewrap import Setup, Started
+from trimtab.trainer.sandbox.bubblewrap import Container, ContainerError, Setup
 from trimtab.trainer.sandbox.code_result import CodeResult
-from trimtab.trainer.sandbox.container_init import HEADER
+from trimtab.trainer.sandbox.container_init import READY
 from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e
@@ -53,23 +53,21 @@ def test_a_trainer_with_many_open_files_runs_code(many_files: None) -> None:  # 
         assert pool.session().run("1 + 1") == TWO
 
 
-def test_a_starter_with_many_open_files_hands_containers_over(many_files: None, tmp_path: Path) -> None:  # noqa: ARG001
-    class Answers(list[Started]):
-        def send(self, content: Started, descriptor: int | None = None) -> None:
-            assert (descriptor is None) == (content.failure is not None)
-            self.append(content)
-
-    answers = Answers()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        for number in range(2):
-            connection, inside = socket.socketpair()
-            if number == 0:
-                inside.sendall(HEADER.pack(0, 0, 0, 0))
-            inside.close()
-            output = (tmp_path / "output").open("w+b")
-            container_starter.hand_over(answers, number, process.pid, connection, output)  # type: ignore[arg-type]
-        process.communicate(b"\n")
-    assert answers == [Started(0), Started(1, "it was killed, or took too long")]
+@pytest.mark.parametrize(
+    ("written", "error"),
+    [
+        (b"", "it was killed, or took too long"),
+        (b"first\nbwrap: no such file\n", "bwrap: no such file"),
+        (b"a warning\n" + READY, "it was killed"),
+    ],
+)
+def test_a_container_that_ends_before_its_first_run_says_why(written: bytes, error: str) -> None:
+    connection, inside = socket.socketpair()
+    with connection:
+        inside.sendall(written)
+        inside.close()
+        with pytest.raises(ContainerError, match=f"^{error}$"):
+            Container(connection, 0, lambda: None).wait_until_ready()
 
 
 def test_a_start_that_fails_leaves_no_file_open() -> None:
@@ -133,7 +131,8 @@ def test_a_stopped_container_ends_with_its_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(bubblewrap, "GRACE", 1.0)
     with PythonPool("bubblewrap", workers=1, timeout=1.0) as pool, pool.session() as session:
         assert session.run("x = 1") == CodeResult("")
-        [process_1] = filter(is_process_1, psutil.Process().children(recursive=True))
+        started = filter(is_process_1, psutil.Process().children(recursive=True))
+        process_1 = min(started, key=lambda process: process.create_time())  # another one was started ahead
         process_1.suspend()
         assert session.run("x").timed_out
         assert gone(process_1.pid)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.processes import gone
 
-from trimtab.trainer.sandbox.function_pool import HEADER, Call, FunctionPool, Outcome
+from trimtab.trainer.sandbox.function_pool import FunctionCall, FunctionPool, Outcome
 
 pytestmark = pytest.mark.e2e
 
@@ -53,7 +53,7 @@ def pool():
 
 
 def outcome(pool, word, timeout=60.0):
-    return pool.run([Call(0, {"word": word}, timeout)])[0]
+    return pool.run([FunctionCall(0, {"word": word}, timeout)])[0]
 
 
 @pytest.mark.parametrize(
@@ -86,15 +86,15 @@ def test_a_hang_costs_its_timeout_and_is_named(pool, word):
 
 def test_a_batch_keeps_its_order_around_failures(pool):
     words = ["numpy", "leave", "true", "hang", "numpy", "raise", "true", "hog", "numpy"]
-    calls = [Call(0, {"word": word}, 0.5 if word == "hang" else 60.0) for word in words]
-    outcomes = pool.run([*calls, Call(1, {"x": 41}, 60.0)])
+    calls = [FunctionCall(0, {"word": word}, 0.5 if word == "hang" else 60.0) for word in words]
+    outcomes = pool.run([*calls, FunctionCall(1, {"x": 41}, 60.0)])
     assert [o.value for o in outcomes] == [0.25, None, 1.0, None, 0.25, None, 1.0, None, 0.25, 42.0]
     assert [o.error is None for o in outcomes] == [o.value is not None for o in outcomes]
 
 
 def test_large_batches_do_not_deadlock(pool):
-    calls = [Call(1, {"x": index}, 60.0) for index in range(500)]
-    calls += [Call(0, {"word": "x" * 200_000}, 60.0)] * 20
+    calls = [FunctionCall(1, {"x": index}, 60.0) for index in range(500)]
+    calls += [FunctionCall(0, {"word": "x" * 200_000}, 60.0)] * 20
     outcomes = pool.run(calls)
     assert [o.value for o in outcomes[:500]] == [index + 1 for index in range(500)]
     assert all((o.error or "").startswith("raised KeyError") for o in outcomes[500:])
@@ -102,10 +102,10 @@ def test_large_batches_do_not_deadlock(pool):
 
 def test_a_killed_supervisor_loses_one_batch_only():
     pool = FunctionPool([os.getppid], workers=1)
-    supervisor = int(pool.run([Call(0, {}, 60.0)])[0].value or 0)
+    supervisor = int(pool.run([FunctionCall(0, {}, 60.0)])[0].value or 0)
     os.kill(supervisor, signal.SIGKILL)
-    assert "died" in (pool.run([Call(0, {}, 60.0)])[0].error or "")
-    assert pool.run([Call(0, {}, 60.0)])[0].value not in (None, supervisor)
+    assert "died" in (pool.run([FunctionCall(0, {}, 60.0)])[0].error or "")
+    assert pool.run([FunctionCall(0, {}, 60.0)])[0].value not in (None, supervisor)
     pool.close()
 
 
@@ -114,13 +114,13 @@ def test_a_killed_supervisor_loses_one_batch_only():
 def test_children_die_with_a_killed_parent(during_a_call):
     code = """
         import os, sys, time
-        from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
+        from trimtab.trainer.sandbox.function_pool import FunctionCall, FunctionPool
         def slow():
             print(os.getpid(), os.getppid(), flush=True)
             time.sleep(3600 if sys.argv[1] == "True" else 0)  # far longer than `gone` waits
             return 0
         pool = FunctionPool([slow], workers=1)
-        pool.run([Call(0, {}, 3600.0)])
+        pool.run([FunctionCall(0, {}, 3600.0)])
         time.sleep(3600)
     """
     parent = subprocess.Popen(
@@ -144,7 +144,7 @@ def test_what_a_hung_function_started_is_killed_too(tmp_path):
         child.wait()
 
     pool = FunctionPool([starts_a_child], workers=1)
-    assert pool.run([Call(0, {}, 3.0)])[0].error == "took longer than 3 s"
+    assert pool.run([FunctionCall(0, {}, 3.0)])[0].error == "took longer than 3 s"
     pool.close()
     assert gone(int(note.read_text()))
 
@@ -157,22 +157,21 @@ def pipe_and_number():
     return frame.f_locals["pipe"], frame.f_locals["request"].get("number")
 
 
-def framed(value, number):
-    data = json.dumps({"value": value, "error": None, "number": number}).encode()
-    return HEADER.pack(len(data)) + data
+def line(value, number):
+    return json.dumps({"value": value, "error": None, "number": number}).encode() + b"\n"
 
 
 def writes(what):
     pipe, number = pipe_and_number()
     pipe.sendall(
         {
-            "another number": framed(99.0, 1),
-            "its own number": framed(99.0, number),
-            "its own number twice": framed(99.0, number) * 2,
+            "another number": line(99.0, 1),
+            "its own number": line(99.0, number),
+            "its own number twice": line(99.0, number) * 2,
             "text": b"debug: 12\n",
-            "no object": HEADER.pack(2) + b"[]",
-            "no number": HEADER.pack(17) + b'{"value": "text"}',
-            "a long header": HEADER.pack(1 << 60),
+            "no object": b"[]\n",
+            "no number": b'{"value": "text"}\n',
+            "bytes before the answer": b"\0\xff",
             "much": b"x" * (1 << 17),
         }[what]
     )
@@ -183,11 +182,12 @@ WROTE = "wrote to the file descriptor that its worker answers through (the worke
 
 
 @pytest.mark.parametrize(
-    "what", ["another number", "its own number twice", "text", "no object", "no number", "a long header", "much"]
+    "what",
+    ["another number", "its own number twice", "text", "no object", "no number", "bytes before the answer", "much"],
 )
 def test_what_a_function_writes_to_its_pipe_fails_its_call_only(what):
     pool = FunctionPool([writes, lambda x: x], workers=1)
-    calls = [Call(0, {"what": what}, 60.0), *(Call(1, {"x": float(x)}, 60.0) for x in range(5))]
+    calls = [FunctionCall(0, {"what": what}, 60.0), *(FunctionCall(1, {"x": float(x)}, 60.0) for x in range(5))]
     first, *others = pool.run(calls)
     pool.close()
     assert first == Outcome(error=WROTE)
@@ -196,7 +196,10 @@ def test_what_a_function_writes_to_its_pipe_fails_its_call_only(what):
 
 def test_a_function_that_forges_its_own_answer_changes_no_other_value():
     pool = FunctionPool([writes, lambda x: x], workers=1)
-    calls = [Call(0, {"what": "its own number"}, 60.0), *(Call(1, {"x": float(x)}, 60.0) for x in range(5))]
+    calls = [
+        FunctionCall(0, {"what": "its own number"}, 60.0),
+        *(FunctionCall(1, {"x": float(x)}, 60.0) for x in range(5)),
+    ]
     _, second, *others = pool.run(calls)
     pool.close()
     assert second in (Outcome(0.0), Outcome(error=WROTE))  # the real answer may arrive before or after its request
@@ -209,7 +212,7 @@ def test_half_a_message_costs_its_own_timeout_only():
         time.sleep(3600)
 
     pool = FunctionPool([writes_half, lambda x: x], workers=2)
-    calls = [Call(0, {}, 0.5), *(Call(1, {"x": float(x)}, 60.0) for x in range(5))]
+    calls = [FunctionCall(0, {}, 0.5), *(FunctionCall(1, {"x": float(x)}, 60.0) for x in range(5))]
     first, *others = pool.run(calls)
     pool.close()
     assert first == Outcome(error="took longer than 0.5 s")
@@ -223,26 +226,26 @@ def test_a_thread_that_writes_after_the_answer_is_found_before_the_next_call(tmp
         def write():
             while not (tmp_path / "go").exists():
                 time.sleep(0.001)
-            pipe.sendall(framed(99.0, number))
+            pipe.sendall(line(99.0, number))
             (tmp_path / "done").touch()
 
         threading.Thread(target=write, daemon=True).start()
         return 1.0
 
     pool = FunctionPool([leaves_a_thread, lambda x: x], workers=1)
-    assert pool.run([Call(0, {}, 60.0)]) == [Outcome(1.0)]
+    assert pool.run([FunctionCall(0, {}, 60.0)]) == [Outcome(1.0)]
     (tmp_path / "go").touch()
     while not (tmp_path / "done").exists():
         time.sleep(0.001)
-    assert pool.run([Call(1, {"x": float(x)}, 60.0) for x in range(3)]) == [Outcome(float(x)) for x in range(3)]
+    assert pool.run([FunctionCall(1, {"x": float(x)}, 60.0) for x in range(3)]) == [Outcome(float(x)) for x in range(3)]
     pool.close()
 
 
 def test_a_stopped_worker_costs_its_timeout_even_if_it_reads_nothing():
     pool = FunctionPool([os.getpid], workers=1)
-    worker = int(pool.run([Call(0, {}, 60.0)])[0].value or 0)
+    worker = int(pool.run([FunctionCall(0, {}, 60.0)])[0].value or 0)
     os.kill(worker, signal.SIGSTOP)
-    slow, next_one = pool.run([Call(0, {"x": "y" * (1 << 22)}, 0.5), Call(0, {}, 60.0)])
+    slow, next_one = pool.run([FunctionCall(0, {"x": "y" * (1 << 22)}, 0.5), FunctionCall(0, {}, 60.0)])
     pool.close()
     assert slow == Outcome(error="took longer than 0.5 s")
     assert next_one.value not in (None, worker)

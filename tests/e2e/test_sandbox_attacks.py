@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from tests.support.sandbox_attacks import ATTACKS, TIME, WRITABLE, Attack
 
-from trimtab.trainer.sandbox.bubblewrap import container_command
 from trimtab.trainer.sandbox.code_result import MAX_ERROR, CodeResult
+from trimtab.trainer.sandbox.container_command import container_command
 from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 
 pytestmark = pytest.mark.e2e

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.plugins import allow_code, load_function, only_named
-from trimtab.trainer.sandbox.function_pool import Call, FunctionPool
+from trimtab.trainer.sandbox.function_pool import FunctionCall, FunctionPool
 
 MEMORY = 16 << 30  # bytes; torch and another trainer map several GB
 
@@ -29,7 +29,7 @@ def check_target(target: str, timeout: float, **request: Any) -> dict[str, Any]:
         result = Path(folder) / "answer.json"
         pool = FunctionPool([_run], workers=1, memory=MEMORY)
         try:
-            call = Call(0, {"request": {"target": target, **request}, "result": str(result)}, timeout)
+            call = FunctionCall(0, {"request": {"target": target, **request}, "result": str(result)}, timeout)
             (outcome,) = pool.run([call])
         finally:
             pool.close()

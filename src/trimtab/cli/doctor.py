@@ -18,7 +18,7 @@ import typer
 from trimtab.cli.output import Json, print_result, usable_cores
 from trimtab.errors import Finding
 from trimtab.plugins import install_hint
-from trimtab.trainer.sandbox.python_pool import SandboxName, protection, sandbox_unavailable
+from trimtab.trainer.sandbox.python_pool import SandboxName, describe_protection, sandbox_unavailable
 
 # Distribution -> the extra of pyproject.toml that installs it.
 LIBRARIES = {
@@ -122,7 +122,7 @@ def _bundled_model() -> Finding:
 def _sandbox(name: SandboxName) -> Finding:
     if missing := sandbox_unavailable(name):
         return Finding("note", name, "does not run", missing)
-    return Finding("ok", name, f"runs Python tools: {protection(name)}")
+    return Finding("ok", name, f"runs Python tools: {describe_protection(name)}")
 
 
 def _memory() -> Finding:

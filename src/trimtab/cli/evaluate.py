@@ -69,10 +69,10 @@ def evaluate(
     from trimtab.trainer.display import PlainTextConsole, progress, terminal_width
     from trimtab.trainer.evaluation import ModelSpec, Settings, compare
 
-    choices = [source(name, which) for name in models]
+    choices = [find_model(name, which) for name in models]
     if which != "last" and all(item.run is None for item in choices):
         raise TrimtabError(f"--which {which} chooses a checkpoint of a run, and no run is given: leave it out")
-    task_choices = tasks_of(task or [], sets or [], choices)
+    specs = choose_tasks(task or [], sets or [], choices)
     settings = Settings(
         samples=samples,
         greedy=greedy,
@@ -81,9 +81,9 @@ def evaluate(
         max_tokens=max_tokens,
         problems=problems,
         seed=seed,
-        dtype=dtype_of(dtype, choices, task_choices),
+        dtype=choose_dtype(dtype, choices, specs),
     )
-    count = len(choices) * len(task_choices) * len(settings.modes())
+    count = len(choices) * len(specs) * len(settings.modes())
     numbers = itertools.count(1)
     with progress("loading") as update:
 
@@ -93,10 +93,10 @@ def evaluate(
 
         results = compare(
             [ModelSpec(item.label, item.folder) for item in choices],
-            [choice.spec for choice in task_choices],
+            specs,
             settings,
             progress=on_problems,
-            notes=notes_on_tools(choices, task_choices),
+            notes=note_missing_tools(choices, specs),
         )
     if as_json:
         print_json(results.as_dict())
@@ -138,15 +138,7 @@ class ModelChoice:
             yield self.name
 
 
-@dataclass(frozen=True)
-class TaskChoice:
-    """A task to evaluate on, and the dtype in which its recipe samples, if it comes from a recipe."""
-
-    spec: TaskSpec
-    dtype: str | None = None
-
-
-def source(name: str, which: str) -> ModelChoice:
+def find_model(name: str, which: str) -> ModelChoice:
     """Returns the model for `name`: a run directory, RUN/checkpoints/step-000010, or a name for the model loader."""
     path, name = Path(name).absolute(), name.rstrip("/") or name
     if (path / CONFIG).is_file():
@@ -156,43 +148,43 @@ def source(name: str, which: str) -> ModelChoice:
     return ModelChoice(name, None, which)
 
 
-def tasks_of(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskChoice]:
+def choose_tasks(named: Sequence[str], sets: Sequence[str], sources: Sequence[ModelChoice]) -> list[TaskSpec]:
     """Returns the tasks given by `--task`, or by default the task that all runs were trained on."""
     from trimtab.trainer import tasks
 
     if named:
         if sets and len(named) > 1:
             raise TrimtabError("--set changes one task; with several, write each as --task NAME:KEY=VALUE,KEY=VALUE")
-        return [_task(text, sets) for text in named]
-    recipes = [_recipe(name, sets) for name in _recipes_of(sources)]
+        return [_parse_task(text, sets) for text in named]
+    recipes = [_read_recipe(name, sets) for name in _list_recipes(sources)]
     if len(recipes) < len(sources):
         raise TrimtabError(f"--task is missing: name a task ({', '.join(tasks.KINDS.names())}) or a recipe")
-    if any(choice.spec != recipes[0].spec for choice in recipes):
+    if any(spec != recipes[0] for spec in recipes):
         raise TrimtabError(
             "the runs were trained on different tasks, rewards, environments or sampling.max_tokens: choose what to "
-            f"measure for all of them, such as --task {_recipes_of(sources)[0]}"
+            f"measure for all of them, such as --task {_list_recipes(sources)[0]}"
         )
     return recipes[:1]
 
 
-def _recipes_of(sources: Sequence[ModelChoice]) -> list[str]:
+def _list_recipes(sources: Sequence[ModelChoice]) -> list[str]:
     return [str(item.run / CONFIG) for item in sources if item.run is not None]
 
 
-def notes_on_tools(sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> list[str]:
+def note_missing_tools(sources: Sequence[ModelChoice], specs: Sequence[TaskSpec]) -> list[str]:
     """Returns a line for each run that was trained with tools and is measured without them."""
     from trimtab.trainer.config import load_config
 
-    bare = [choice.spec.name for choice in choices if choice.spec.environment is None]
+    bare = [spec.name for spec in specs if spec.environment is None]
     return [
         f"{Path(recipe).parent} was trained with the tools of environment {environment.name!r} and is measured "
         f"without them on {', '.join(bare)}; --task {recipe} measures with them"
-        for recipe in (_recipes_of(sources) if bare else [])
+        for recipe in (_list_recipes(sources) if bare else [])
         if (environment := load_config(recipe).environment)
     ]
 
 
-def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Sequence[TaskChoice]) -> str:
+def choose_dtype(requested: str | None, sources: Sequence[ModelChoice], specs: Sequence[TaskSpec]) -> str:
     """Returns the requested dtype, by default the sampling dtype of the recipes and runs, otherwise bfloat16.
 
     Raises `TrimtabError` if recipes and runs have different dtypes and none is requested.
@@ -201,14 +193,14 @@ def dtype_of(requested: str | None, sources: Sequence[ModelChoice], choices: Seq
         return requested
     from trimtab.trainer.config import load_config
 
-    runs = [load_config(name).engine.dtype for name in _recipes_of(sources)]
-    known = sorted({*runs, *filter(None, (choice.dtype for choice in choices))})
+    runs = [load_config(name).engine.dtype for name in _list_recipes(sources)]
+    known = sorted({*runs, *filter(None, (spec.recipe_dtype for spec in specs))})
     if len(known) > 1:
         raise TrimtabError(f"the recipes sample in {' and '.join(known)}: choose one for all with --dtype")
     return known[0] if known else "bfloat16"
 
 
-def _task(text: str, sets: Sequence[str]) -> TaskChoice:
+def _parse_task(text: str, sets: Sequence[str]) -> TaskSpec:
     """Parses `NAME` or `NAME:KEY=VALUE,...`, where NAME is a task or a recipe."""
     from trimtab.trainer import tasks
     from trimtab.trainer.config import is_recipe, parse_override, recipe_names, split_overrides
@@ -217,22 +209,22 @@ def _task(text: str, sets: Sequence[str]) -> TaskChoice:
     name, _, rest = text.partition(":")
     changes = [*split_overrides(rest, f"--task {text!r}"), *sets]
     if name in tasks.KINDS.names():
-        return TaskChoice(TaskSpec(name, dict(parse_override(change) for change in changes)))
+        return TaskSpec(name, dict(parse_override(change) for change in changes))
     if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".parquet")):
         raise TrimtabError(f"--task {text!r}: a file is measured on as --task file:path={name},holdout=1")
     if not is_recipe(name):
         raise TrimtabError(
             f"unknown task or recipe {name!r}{did_you_mean(name, [*tasks.KINDS.classes, *recipe_names()])}"
         )
-    return _recipe(name, changes)
+    return _read_recipe(name, changes)
 
 
-def _recipe(name: str, changes: Sequence[str]) -> TaskChoice:
+def _read_recipe(name: str, changes: Sequence[str]) -> TaskSpec:
     from trimtab.trainer.config import load_config
     from trimtab.trainer.evaluation import TaskSpec
     from trimtab.types import RewardSpec
 
     config = load_config(name, changes)
     rewards = tuple(RewardSpec(reward.name, reward.weight, reward.timeout, reward.keywords) for reward in config.reward)
-    spec = TaskSpec(config.task.name, config.task.keywords, rewards, config.sampling.max_tokens, config.environment)
-    return TaskChoice(spec, config.engine.dtype)
+    limit, dtype = config.sampling.max_tokens, config.engine.dtype
+    return TaskSpec(config.task.name, config.task.keywords, rewards, limit, config.environment, dtype)

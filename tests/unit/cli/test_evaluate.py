@@ -14,7 +14,7 @@ from trimtab.types import RewardSpec
 
 
 def specs(*named: str, sets: tuple[str, ...] = ()) -> list[TaskSpec]:
-    return [what.spec for what in evaluate.tasks_of(named, sets, [])]
+    return evaluate.choose_tasks(named, sets, [])
 
 
 def write_run(folder: Path, text: str) -> Path:
@@ -57,9 +57,9 @@ def test_several_tasks_and_set_for_a_single_one() -> None:
 def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[task]\nname = "sort"\n[engine]\ndtype = "float32"\n[[reward]]\nname = "exact"\nweight = 2.0\n')
-    [what] = evaluate.tasks_of([f"{recipe}:task.digits=7,sampling.max_tokens=9"], [], [])
-    assert what.spec == TaskSpec("sort", {"digits": 7}, (RewardSpec("exact", 2.0),), 9)
-    assert what.dtype == "float32"
+    [spec] = specs(f"{recipe}:task.digits=7,sampling.max_tokens=9")
+    assert spec == TaskSpec("sort", {"digits": 7}, (RewardSpec("exact", 2.0),), 9)
+    assert spec.recipe_dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -79,49 +79,54 @@ def test_a_recipe_brings_its_rewards_and_limits(tmp_path: Path) -> None:
 )
 def test_errors_name_the_wrong_word(named: tuple[str, ...], words: list[str]) -> None:
     with pytest.raises(TrimtabError) as caught:
-        evaluate.tasks_of(named, [], [evaluate.source("some-model", "last")])
+        evaluate.choose_tasks(named, [], [evaluate.find_model("some-model", "last")])
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_names_of_runs_checkpoints_and_models(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "seed = 0\n")
-    assert (evaluate.source(f"{run}/", "last").run, evaluate.source(str(run), "best").label) == (run, f"{run} (best)")
-    step = evaluate.source(f"{run}/checkpoints/step-000010/", "best")
+    assert (evaluate.find_model(f"{run}/", "last").run, evaluate.find_model(str(run), "best").label) == (
+        run,
+        f"{run} (best)",
+    )
+    step = evaluate.find_model(f"{run}/checkpoints/step-000010/", "best")
     assert (step.run, step.which, step.label) == (run, "step-000010", f"{run}/checkpoints/step-000010")
     for name in ("laboratory", "HuggingFaceTB/SmolLM2-135M", str(tmp_path)):
-        assert evaluate.source(name, "best") == evaluate.ModelChoice(name, None, "best")
+        assert evaluate.find_model(name, "best") == evaluate.ModelChoice(name, None, "best")
 
 
 def test_runs_bring_their_task_and_precision(tmp_path: Path) -> None:
     sort = '[task]\nname = "sort"\n[engine]\ndtype = "{}"\n'
     names = [write_run(tmp_path / name, sort.format(dtype)) for name, dtype in (("a", "float32"), ("b", "float32"))]
-    runs = [evaluate.source(str(name), "last") for name in names]
-    whats = evaluate.tasks_of([], [], runs)
-    assert [what.spec.name for what in whats] == ["sort"]
-    assert evaluate.dtype_of(None, runs, whats) == "float32"
-    assert evaluate.dtype_of("bfloat16", runs, whats) == "bfloat16"
-    named = evaluate.tasks_of(["arithmetic"], [], runs)
-    assert evaluate.dtype_of(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
-    assert evaluate.dtype_of(None, [evaluate.source("laboratory", "last")], named) == "bfloat16"
+    runs = [evaluate.find_model(str(name), "last") for name in names]
+    found = evaluate.choose_tasks([], [], runs)
+    assert [spec.name for spec in found] == ["sort"]
+    assert evaluate.choose_dtype(None, runs, found) == "float32"
+    assert evaluate.choose_dtype("bfloat16", runs, found) == "bfloat16"
+    named = evaluate.choose_tasks(["arithmetic"], [], runs)
+    assert evaluate.choose_dtype(None, runs, named) == "float32", "a run is measured as it samples, whatever the task"
+    assert evaluate.choose_dtype(None, [evaluate.find_model("laboratory", "last")], named) == "bfloat16"
 
-    other = evaluate.source(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
+    other = evaluate.find_model(str(write_run(tmp_path / "c", '[task]\nname = "arithmetic"\n')), "last")
     with pytest.raises(TrimtabError, match=rf"different tasks, .*environments .*--task {tmp_path}/a/config.toml"):
-        evaluate.tasks_of([], [], [*runs, other])
+        evaluate.choose_tasks([], [], [*runs, other])
     with pytest.raises(TrimtabError, match=r"bfloat16 and float32.*--dtype"):
-        evaluate.dtype_of(None, [*runs, other], whats)
+        evaluate.choose_dtype(None, [*runs, other], found)
     with pytest.raises(TrimtabError, match="--task is missing"):
-        evaluate.tasks_of([], [], [*runs, evaluate.source("laboratory", "last")])
+        evaluate.choose_tasks([], [], [*runs, evaluate.find_model("laboratory", "last")])
 
 
 def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> None:
     tools = '[task]\nname = "swap-sort"\n[environment]\nname = "swap"\n[sampling]\nmax_tokens = 40\n'
-    runs = [evaluate.source(str(write_run(tmp_path / name, text)), "last") for name, text in (("a", tools), ("b", ""))]
-    [note] = evaluate.notes_on_tools(runs, evaluate.tasks_of(["swap-sort"], [], runs))
+    runs = [
+        evaluate.find_model(str(write_run(tmp_path / name, text)), "last") for name, text in (("a", tools), ("b", ""))
+    ]
+    [note] = evaluate.note_missing_tools(runs, evaluate.choose_tasks(["swap-sort"], [], runs))
     assert note.startswith(f"{tmp_path}/a was trained with the tools of environment 'swap'")
     assert note.endswith(f"--task {tmp_path}/a/config.toml measures with them")
     own = f"{tmp_path}/a/config.toml"
-    assert evaluate.notes_on_tools(runs, evaluate.tasks_of([own], [], runs)) == []
-    [note] = evaluate.notes_on_tools(runs, evaluate.tasks_of([own, "sort"], [], runs))
+    assert evaluate.note_missing_tools(runs, evaluate.choose_tasks([own], [], runs)) == []
+    [note] = evaluate.note_missing_tools(runs, evaluate.choose_tasks([own, "sort"], [], runs))
     assert "is measured without them on sort; --task" in note
 
 

@@ -17,7 +17,7 @@ from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, load_config, recipe_names
 from trimtab.trainer.held_out import eval_metrics
 from trimtab.trainer.requirements import check_recipe
-from trimtab.trainer.rewards import weighted
+from trimtab.trainer.rewards import build_weighted
 
 GPUS = {"7b-8gpu": 8, "32b-64gpu": 64}
 ROOM = 0.92 * 80e9  # what tensors may fill of a GPU; the rest is CUDA and gaps
@@ -196,7 +196,7 @@ def test_its_columns_are_those_of_the_data_sets(name: str, tmp_path: Path, monke
     for problem in (*task.train, *(problem for other in others for problem in other.test)):
         assert problem.question == f"1 + {problem.answer}"
     assert all(len(other.test) == ROWS for other in others)
-    assert {entry.name for built_task in (task, *others) for entry in weighted([], built_task)} == {"math"}
+    assert {entry.name for built_task in (task, *others) for entry in build_weighted([], built_task)} == {"math"}
     measured = eval_metrics(task.name, config.eval.samples)
     for other, section in zip(others, config.eval.task, strict=True):
         measured += eval_metrics(other.name, section.samples)

@@ -53,7 +53,7 @@ class BuiltEnvironment:
         if name == "chat":
             shape, adapted = SHAPE, task.with_tools((END,), self.schemas(), instructions, "")
         else:
-            form = self._text_format()
+            form = self._build_text_format()
             # The code of a fenced block begins on a new line.
             shape = "".join(getattr(form, "begin", ())) + ("\n" if isinstance(form, Fence) else "")
             description = ""
@@ -95,12 +95,12 @@ class BuiltEnvironment:
         `encode_prompt` returns the prompt of a problem, encoded by a tokenizer. `max_prompt` is the largest number of
         prompt tokens that fits into the context beside an episode, or None if it is not known.
         """
-        form = Chat(tokenizer, self.schemas()) if self.section.format == "chat" else self._text_format()
+        form = Chat(tokenizer, self.schemas()) if self.section.format == "chat" else self._build_text_format()
         return EpisodeRunner(
             self.factory, form, self.section, tokenizer, max_tokens, encode_prompt, max_prompt, self.concurrent_calls
         )
 
-    def _text_format(self) -> Format:
+    def _build_text_format(self) -> Format:
         multi_argument = frozenset(tool for tool in self.tools if len(required_parameters(self.kind, tool)) > 1)
         return build_format(self.section.format, self.tools, multi_argument)
 
@@ -118,7 +118,7 @@ def build(section: EnvironmentConfig, kind: type | None = None) -> BuiltEnvironm
     if kind is None and section.name in KINDS.classes:
         return KINDS.read(section.name, section.keywords).build(section)
     label = section.name if kind is None else kind.__name__
-    factory: Any = kind or _class_of(section.name)
+    factory: Any = kind or _load_class(section.name)
     check_class(factory, label)
     try:
         inspect.signature(factory).bind(**section.keywords)
@@ -127,7 +127,7 @@ def build(section: EnvironmentConfig, kind: type | None = None) -> BuiltEnvironm
     return BuiltEnvironment(section, label, factory, functools.partial(factory, **section.keywords))
 
 
-def _class_of(name: str) -> Any:
+def _load_class(name: str) -> Any:
     if name == "swap":
         return SwapEnvironment
     if ":" not in name:

@@ -25,7 +25,8 @@ class BackgroundCall(Future[Any]):
 
     Args:
         convert: converts the result of the function, in the same thread and within the same timeout.
-        slots: limits how many calls run at a time. While a call waits for a slot, its time does not run.
+        slots: limits how many calls run at a time. While a call waits for a slot, its time does not run. Only for
+            functions that always end: a call that times out keeps its slot until it has ended.
     """
 
     def __init__(
@@ -38,15 +39,13 @@ class BackgroundCall(Future[Any]):
         super().__init__()
         self._function, self._convert, self._slots = function, convert, slots
         self._timeout, self._deadline = timeout, float("inf")
-        self._begun, self._lock = threading.Event(), threading.Lock()
-        self._holds_slot = False
+        self._begun = threading.Event()
 
     def run(self) -> None:
         """Runs the function; called by the thread."""
-        if self._slots is not None:
-            self._slots.acquire()
-            self._holds_slot = True
-        if self.set_running_or_notify_cancel():
+        with self._slots or contextlib.nullcontext():
+            if not self.set_running_or_notify_cancel():
+                return
             self._deadline = time.monotonic() + self._timeout
             self._begun.set()
             try:
@@ -56,21 +55,14 @@ class BackgroundCall(Future[Any]):
                 self.set_result(value if self._convert is None else self._convert(value))
             except BaseException as error:
                 self.set_exception(error)
-        self._release_slot()
 
     def wait(self, timeout: float) -> bool:
-        """Waits for at most `timeout` seconds and returns whether the call has ended or timed out.
-
-        A call that timed out frees its slot, so that a call that hangs does not block others.
-        """
+        """Waits for at most `timeout` seconds and returns whether the call has ended or timed out."""
         end = time.monotonic() + timeout
         if not self._begun.wait(None if timeout == float("inf") else timeout):
             return False
         concurrent.futures.wait([self], max(0.0, min(end, self._deadline) - time.monotonic()))
-        ended = self.done() or time.monotonic() >= self._deadline
-        if ended:
-            self._release_slot()
-        return ended
+        return self.done() or time.monotonic() >= self._deadline
 
     def value(self) -> Any:
         """Returns the value of the call, after `wait` returned True.
@@ -85,12 +77,6 @@ class BackgroundCall(Future[Any]):
         if error is not None and not isinstance(error, Exception):  # sys.exit() in a tool must not end the trainer
             raise EnvironmentFailed(f"raised {error_text(error)}")
         return self.result()
-
-    def _release_slot(self) -> None:
-        with self._lock:
-            held, self._holds_slot = self._holds_slot, False
-        if held and self._slots is not None:
-            self._slots.release()
 
     def _run_awaitable(self, awaitable: Awaitable[Any]) -> Any:
         # Wait for the loop for half of the timeout only: if it does not answer, the rest remains for a new loop.

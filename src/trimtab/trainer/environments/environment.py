@@ -25,6 +25,7 @@ Methods may be coroutines.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import json
 import re
@@ -36,6 +37,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from trimtab.errors import TrimtabError, first_line
 from trimtab.trainer.environments.background import EnvironmentFailed
 from trimtab.trainer.environments.formats import Call, ToolError
+from trimtab.types import Problem
 
 NOT_TOOLS = {"reset", "get_reward", "close"}
 JSON_SCHEMA = "json_schema"
@@ -65,7 +67,7 @@ def check_class(factory: Callable[[], Any], name: str) -> None:
         describe_tool(getattr(factory, method), f"environment {name!r}, tool {method!r}")
 
 
-def row_for(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def make_row(reset: Callable[..., Any], problem: Problem, seed: int) -> dict[str, Any]:
     """Returns the keyword arguments of `reset`: the columns of a problem, plus `prompt` and `seed` if it accepts them.
 
     `prompt` is the question, as in TRL's rows. `seed` is for random draws of the environment. Columns of the problem
@@ -73,8 +75,11 @@ def row_for(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) ->
     """
     parameters = inspect.signature(reset).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    more = {"prompt": columns["question"], "seed": seed}
-    return {name: value for name, value in more.items() if takes_all or name in parameters} | dict(columns)
+    more = {"prompt": problem.question, "seed": seed}
+    accepted = {name: value for name, value in more.items() if takes_all or name in parameters}
+    # A copy: if an environment changes its row, the next episode must not see the changes.
+    extra = copy.deepcopy(dict(problem.extra))
+    return {**accepted, **extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
 
 
 def tool_names(kind: Any) -> list[str]:
@@ -159,10 +164,10 @@ def _convert(name: str, method: Callable[..., Any], bound: inspect.BoundArgument
                 with contextlib.suppress(ValidationError):
                     bound.arguments[parameter] = adapter.validate_python(value.strip())
                     continue
-            raise ToolError(f"{name}: {_reason(parameter, error)}") from None
+            raise ToolError(f"{name}: {_describe_error(parameter, error)}") from None
 
 
-def _reason(parameter: str, error: ValidationError) -> str:
+def _describe_error(parameter: str, error: ValidationError) -> str:
     """Returns which part of an argument is invalid, and why."""
     first = error.errors(include_url=False)[0]
     value = json.dumps(first["input"], default=lambda other: type(other).__name__)

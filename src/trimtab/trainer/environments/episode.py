@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,9 +13,9 @@ import numpy as np
 
 from trimtab.errors import error_text
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread
-from trimtab.trainer.environments.environment import call_tool, row_for, text_of
+from trimtab.trainer.environments.environment import call_tool, make_row, text_of
 from trimtab.trainer.environments.formats import Call
-from trimtab.trainer.sandbox.function_pool import checked
+from trimtab.trainer.sandbox.function_pool import check_value
 from trimtab.types import EpisodeOutcome, IntArray, Prompt, TurnResult
 
 
@@ -50,40 +49,30 @@ class Episode:
 
     def start_reset(self) -> BackgroundCall:
         """Starts `reset`; the value of the call is a text."""
-        return self._start(self._reset, text_of)
 
-    def _reset(self) -> Any:
-        """Returns what `reset` returns, or an awaitable."""
-        problem, reset = self.prompt.problem, self.environment.reset
-        # A copy: if an environment changes its row, the next episode must not see the changes.
-        extra = copy.deepcopy(dict(problem.extra))
-        columns = {**extra, "id": problem.id, "question": problem.question, "answer": problem.answer}
-        return reset(**row_for(reset, columns, self.seed))
+        def reset() -> Any:
+            method = self.environment.reset
+            return method(**make_row(method, self.prompt.problem, self.seed))
+
+        return self._start(reset, text_of)
 
     def start_tool(self, call: Call, slots: threading.Semaphore | None) -> BackgroundCall:
         """Starts a tool call; the value of the call is a text. `slots` is passed to `BackgroundCall`."""
         return self._start(partial(call_tool, self.environment, call), text_of, slots)
 
-    def start_reward(self) -> BackgroundCall | None:
-        """Starts `get_reward`. Returns None if the class has no such method or if the episode failed."""
-        return None if self.failure is not None else self._start_optional("get_reward", _usable)
-
-    def start_close(self) -> BackgroundCall | None:
-        """Starts `close`, in a new thread if a call hangs. Returns None if the class has no such method."""
-        return self._start_optional("close")
-
-    def value(self, call: BackgroundCall, method: str) -> Any:
-        """Waits for a call that must not fail and returns its value. If it fails, sets `failure` and returns None."""
-        value, failure = awaited(call)
-        if failure is not None:
-            self.failure = f"{method} {failure}"
-        return value
-
-    def _start_optional(self, method: str, convert: Callable[[Any], Any] | None = None) -> BackgroundCall | None:
+    def start_optional(self, method: str, convert: Callable[[Any], Any] | None = None) -> BackgroundCall | None:
+        """Starts a method without arguments. Returns None if the class has no such method."""
         if not hasattr(type(self.environment), method):
             return None
         # The method is looked up in the background too, because the lookup may raise.
         return self._start(partial(methodcaller(method), self.environment), convert)
+
+    def value(self, call: BackgroundCall, method: str) -> Any:
+        """Waits for a call that must not fail and returns its value. If it fails, sets `failure` and returns None."""
+        value, failure = wait_for(call)
+        if failure is not None:
+            self.failure = f"{method} {failure}"
+        return value
 
     def _start(
         self,
@@ -94,7 +83,7 @@ class Episode:
         return self.thread.start(BackgroundCall(function, self.timeout, convert, slots))
 
 
-def awaited(call: BackgroundCall) -> tuple[Any, str | None]:
+def wait_for(call: BackgroundCall) -> tuple[Any, str | None]:
     """Waits for a call. Returns its value and None, or None and a description of its failure."""
     call.wait(float("inf"))
     try:
@@ -105,8 +94,9 @@ def awaited(call: BackgroundCall) -> tuple[Any, str | None]:
         return None, f"raised {error_text(error)}"
 
 
-def _usable(value: Any) -> float:
-    outcome = checked(value)
+def usable_reward(value: Any) -> float:
+    """Returns the value of `get_reward`. Raises `EnvironmentFailed` if it is not a finite number."""
+    outcome = check_value(value)
     if outcome.value is None:
         raise EnvironmentFailed(outcome.error)
     return outcome.value

@@ -16,7 +16,7 @@ import numpy as np
 from trimtab.errors import TrimtabError, TrimtabWarning, error_text
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed
-from trimtab.trainer.environments.episode import Episode, awaited
+from trimtab.trainer.environments.episode import Episode, usable_reward, wait_for
 from trimtab.trainer.environments.formats import Call, Format, ResultEncoder, ToolError, escape_surrogates
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, EpisodeOutcome, FinishReason, Problem, Prompt, SamplingParams, TurnResult
@@ -126,7 +126,7 @@ class Episodes:
             text = escape_surrogates(episode.value(call, "reset") or "")
             if text:
                 key = episode.prompt.problem.id, text
-                encoded[key] = prompt = encoded.get(key) or self._with_text(episode.prompt.problem, text)
+                encoded[key] = prompt = encoded.get(key) or self._encode_with_text(episode.prompt.problem, text)
                 room, n = self._runner.max_prompt, len(prompt.ids)
                 if room is None or n <= room:
                     episode.prompt = prompt
@@ -136,7 +136,7 @@ class Episodes:
                         f"max_tokens = {self._runner.max_tokens}"
                     )
 
-    def _with_text(self, problem: Problem, text: str) -> Prompt:
+    def _encode_with_text(self, problem: Problem, text: str) -> Prompt:
         """Returns the prompt of a problem with `text` appended to the question."""
         tokenizer = self._runner.encoder.tokenizer
         prompt = self._runner.encode_prompt(replace(problem, question=problem.question + text), tokenizer)
@@ -147,11 +147,11 @@ class Episodes:
             )
         return replace(prompt, problem=problem)
 
-    def _episode(self, prompt: int, sample: int) -> Episode:
+    def _find_episode(self, prompt: int, sample: int) -> Episode:
         return self._episodes[prompt * self.samples + sample]
 
     def submit(self, prompt: int, sample: int, completion: Completion) -> FinishReason | None:
-        episode = self._episode(prompt, sample)
+        episode = self._find_episode(prompt, sample)
         n = len(completion.response_ids)
         if n == episode.length:
             return None  # an aborted call has submitted this turn before
@@ -163,19 +163,19 @@ class Episodes:
         episode.ids = completion.response_ids
         episode.length, episode.result, episode.call = n, None, None
         turn = int(completion.turn[-1])
-        call = self._call(episode, completion)
+        call = self._parse_call(episode, completion)
         if call is None or turn + 1 >= self._runner.section.max_turns or episode.failure:
             episode.result = TurnResult.end("stop" if call is None else "length")
             return episode.result.finish_reason
         episode.calls += 1
         if isinstance(call, ToolError):
-            episode.result = self._error(episode, call)
+            episode.result = self._observe_error(episode, call)
             return None
         episode.call = episode.start_tool(call, self._runner.slots)
         return None
 
     def result(self, prompt: int, sample: int, timeout: float) -> TurnResult | None:
-        episode = self._episode(prompt, sample)
+        episode = self._find_episode(prompt, sample)
         if episode.result is None:
             assert episode.call is not None
             if not episode.call.wait(timeout):
@@ -186,7 +186,8 @@ class Episodes:
 
     def finish(self, completions: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
         """Calls `get_reward` of the environments and returns the completed responses with their outcomes."""
-        pending = [(episode, episode.start_reward()) for episode in self._episodes]
+        unfailed = [episode for episode in self._episodes if episode.failure is None]
+        pending = [(episode, episode.start_optional("get_reward", usable_reward)) for episode in unfailed]
         for episode, call in pending:
             if call is not None:
                 episode.reward = episode.value(call, "get_reward")
@@ -212,15 +213,15 @@ class Episodes:
         running = [episode.thread for episode in self._episodes if not episode.thread.cancel()]
         for thread in running:  # after all cancellations: otherwise a call that waits for a slot could start
             thread.wait()
-        closing = [call for episode in self._episodes if (call := episode.start_close()) is not None]
+        closing = [call for episode in self._episodes if (call := episode.start_optional("close")) is not None]
         for call in closing:
-            _, failure = awaited(call)
+            _, failure = wait_for(call)
             if failure is not None:  # only a warning: the responses are complete, but resources may leak
                 warnings.warn(f"close() of an environment {failure}", TrimtabWarning, stacklevel=2)
         for episode in self._episodes:
             episode.thread.end()
 
-    def _call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
+    def _parse_call(self, episode: Episode, completion: Completion) -> Call | ToolError | None:
         """Returns the call at the end of the last turn, an error if it cannot be parsed, or None if there is none."""
         try:
             return self._runner.form.parse(self._last_turn(completion))
@@ -236,7 +237,7 @@ class Episodes:
         return self._runner.encoder.decode(completion.response_ids[last].tolist())
 
     def _is_void(self, episode: Episode, completion: Completion) -> bool:
-        if len(completion.response_ids) == 0 or self._call(episode, completion) is not None:
+        if len(completion.response_ids) == 0 or self._parse_call(episode, completion) is not None:
             return False
         text, turn = completion.text, self._last_turn(completion)
         begins = [turn.find(begin) for begin in getattr(self._runner.form, "begin", ()) if begin in turn]
@@ -255,16 +256,16 @@ class Episodes:
             episode.failure = f"a tool {error}"
             return TurnResult.end("stop")
         except Exception as error:
-            return self._error(episode, error)
-        return self._observation(episode, text)
+            return self._observe_error(episode, error)
+        return self._make_observation(episode, text)
 
-    def _error(self, episode: Episode, error: Exception) -> TurnResult:
+    def _observe_error(self, episode: Episode, error: Exception) -> TurnResult:
         episode.tool_errors += 1
         text = f"{error if isinstance(error, ToolError) else error_text(error)}"
         episode.tool_error = episode.tool_error or text
-        return self._observation(episode, f"Error: {text}")
+        return self._make_observation(episode, f"Error: {text}")
 
-    def _observation(self, episode: Episode, text: str) -> TurnResult:
+    def _make_observation(self, episode: Episode, text: str) -> TurnResult:
         """Returns a result as an observation, or ends the response if the result does not fit into it."""
         text = self._runner.encoder.shortened(escape_surrogates(text))
         try:

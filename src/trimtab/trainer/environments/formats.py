@@ -85,7 +85,7 @@ class Tag:
         if not calls:
             return None
         tool, content = calls[-1]
-        return Call(tool, _arguments(tool, content) if tool in self.multi_argument_tools else content)
+        return Call(tool, _parse_arguments(tool, content) if tool in self.multi_argument_tools else content)
 
     def render(self, result: str) -> str:
         return f"<output>{result}</output>"
@@ -97,7 +97,7 @@ class Tag:
             names = list(function["parameters"]["properties"])
             template = ", ".join(f'"{name}": {name.upper()}' for name in names)
             content = f"{{{template}}}" if tool in self.multi_argument_tools else names[0].upper() if names else ""
-            lines.append(f"<{tool}>{content}</{tool}>: {_explanation(function)}")
+            lines.append(f"<{tool}>{content}</{tool}>: {_explain_tool(function)}")
         return "\n".join(lines)
 
 
@@ -119,11 +119,11 @@ class Fence:
         (schema,) = schemas
         return (
             "A tool can be called with a block that begins with ```python and ends with ```. A call ends the "
-            f"turn; its result follows as a block ```output. The tool: {_explanation(schema['function'])}"
+            f"turn; its result follows as a block ```output. The tool: {_explain_tool(schema['function'])}"
         )
 
 
-def _explanation(function: Mapping[str, Any]) -> str:
+def _explain_tool(function: Mapping[str, Any]) -> str:
     """Returns one line with the purpose and the parameters of a tool."""
     parameters = [
         f"{name} ({schema.get('type', 'any')}): {schema['description']}"
@@ -132,7 +132,7 @@ def _explanation(function: Mapping[str, Any]) -> str:
     return " ".join(" ".join([function["description"], *parameters]).split())
 
 
-def _arguments(tool: str, content: str) -> dict[str, Any]:
+def _parse_arguments(tool: str, content: str) -> dict[str, Any]:
     try:
         arguments = json.loads(content)
     except (ValueError, RecursionError) as error:

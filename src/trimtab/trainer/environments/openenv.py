@@ -102,7 +102,7 @@ class OpenEnv:
         self._rewards, self._done = [], False
         answer = await self._session.send("reset", row)
         self._done = bool(answer.get("done"))
-        text = observation_text(answer.get("observation", {}), self._options.observation)
+        text = read_observation(answer.get("observation", {}), self._options.observation)
         return text and "\n" + text
 
     async def close(self) -> None:
@@ -124,10 +124,10 @@ class OpenEnv:
         answer = await self._session.send("step", action)
         self._done = bool(answer.get("done"))
         self._rewards.append(answer.get("reward"))
-        return observation_text(answer.get("observation", {}), self._options.observation)
+        return read_observation(answer.get("observation", {}), self._options.observation)
 
 
-def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
+def read_observation(observation: Mapping[str, Any], field: str | None) -> str:
     """Returns the text of an observation that the model reads; `field` is `Options.observation`.
 
     Raises:
@@ -136,7 +136,7 @@ def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     if "tool_name" in fields:
-        return _result_of_tool(fields)
+        return _read_tool_result(fields)
     if field is not None:
         if field not in fields:
             raise ServerError(f"an observation has no field {field!r}, only {', '.join(fields)}")
@@ -147,7 +147,7 @@ def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _result_of_tool(observation: Mapping[str, Any]) -> str:
+def _read_tool_result(observation: Mapping[str, Any]) -> str:
     """Returns the text of the result of an MCP tool. Raises `ValueError` if the call failed."""
     if observation.get("error"):
         error = observation["error"]
@@ -168,7 +168,7 @@ def openenv_class(options: Options) -> type:
     fields of the server's action.
     """
     require_extra("openenv", "environment 'openenv'")
-    call = in_background(lambda: _tools(options), CONNECT_SECONDS)
+    call = in_background(lambda: _request_tools(options), CONNECT_SECONDS)
     call.wait(CONNECT_SECONDS)
     try:
         tools = call.value()
@@ -181,7 +181,7 @@ def openenv_class(options: Options) -> type:
     return type("OpenEnvServer", (OpenEnv,), methods | {tool.__name__: tool for tool in tools})
 
 
-async def _tools(options: Options) -> list[Callable[..., Any]]:
+async def _request_tools(options: Options) -> list[Callable[..., Any]]:
     import httpx2
 
     async with httpx2.AsyncClient(timeout=CONNECT_SECONDS, trust_env=False) as client:
@@ -189,7 +189,7 @@ async def _tools(options: Options) -> list[Callable[..., Any]]:
     answer.raise_for_status()
     action = answer.json()["action"]
     if "tool_name" not in action.get("properties", {}):
-        return [method_of(options.tool, "Makes a step in the environment.", action, lambda arguments: arguments)]
+        return [make_tool(options.tool, "Makes a step in the environment.", action, lambda arguments: arguments)]
     session = Session(options.url)
     try:
         request = {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
@@ -200,7 +200,7 @@ async def _tools(options: Options) -> list[Callable[..., Any]]:
         if not name.isidentifier() or name.startswith("_") or name in NOT_TOOLS:
             raise ValueError(f"the tool {name!r} has no usable name")
     return [
-        method_of(
+        make_tool(
             tool["name"],
             tool.get("description") or tool["name"],
             tool.get("inputSchema") or tool.get("input_schema") or {},
@@ -210,7 +210,7 @@ async def _tools(options: Options) -> list[Callable[..., Any]]:
     ]
 
 
-def method_of(
+def make_tool(
     name: str, description: str, schema: Mapping[str, Any], action: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> Callable[..., Any]:
     """Returns a tool with the parameters of a JSON schema. The server checks the values of the arguments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -92,29 +92,22 @@ class EvalResult:
         }
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the fields, and the numbers that follow from them, as JSON types."""
         accuracy, low, high = self.accuracy_estimate
         passes = self.pass_estimates.items()
         return {
-            "task": self.task,
+            **{item.name: getattr(self, item.name) for item in fields(self)},
             "accuracy": accuracy,
             "accuracy_low": low,
             "accuracy_high": high,
             "problems": len(self.problems),
-            "samples": self.samples,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "prompt": self.prompt,
-            "too_long": self.too_long,
             "pass": {str(k): estimate.value for k, estimate in passes},
             "pass_low": {str(k): estimate.low for k, estimate in passes},
             "pass_high": {str(k): estimate.high for k, estimate in passes},
             "reward": self.reward,
             "failures": len(self.errors),
             "errors": list(self.errors[:ERRORS_SHOWN]),
-            "truncated": self.truncated,
-            "tokens": self.tokens,
             "episodes": None if self.episodes is None else self.episodes.as_dict(),
-            "seconds": self.seconds,
             "counts": [[problem.id, problem.correct, problem.scored] for problem in self.problems],
         }
 
@@ -226,7 +219,8 @@ class Results:
         titles = {"greedy": "greedy", "sampled": f"avg@{self.settings['samples']}"}
         columns = ["model", *(f"{name} {titles[mode]}" for name, _, mode in cells)]
         rows = [
-            [model, *(_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)] for model in self.models
+            [model, *(_format_percent(self.accuracy(model, mode, tasks)) for _, tasks, mode in cells)]
+            for model in self.models
         ]
         return TextTable(f"Accuracy ({NOTE})", columns, rows)
 
@@ -234,7 +228,7 @@ class Results:
         rows = []
         for model in self.models:
             columns = [self.passes(model, "sampled", tasks) for _, tasks in self._columns()]
-            rows += [[model, str(k), *(_percent(column[k]) for column in columns)] for k in self.ks]
+            rows += [[model, str(k), *(_format_percent(column[k]) for column in columns)] for k in self.ks]
         return TextTable(f"pass@k ({NOTE})", ["model", "k", *(name for name, _ in self._columns())], rows, labels=2)
 
     def _details(self) -> TextTable:
@@ -251,7 +245,7 @@ class Results:
         return TextTable("Details", [*names, "cut by the limit", *titles, "failed rewards", "seconds"], rows, labels=4)
 
 
-def _percent(estimate: Interval) -> str:
+def _format_percent(estimate: Interval) -> str:
     """Returns a percentage with its interval, such as `37.9 [33.1, 42.6]`."""
     value, low, high = (format(100 * number, ".1f") for number in estimate)
     return f"{value} [{low}, {high}]"

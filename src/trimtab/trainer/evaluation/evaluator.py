@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.evaluation.eval_results import EvalResult, ProblemResult, Results
 from trimtab.trainer.rewards import Scorer
 from trimtab.types import Completion, Engine, Problem, Prompt, RewardSpec, SamplingParams, Task
+
+if TYPE_CHECKING:
+    from trimtab.trainer.models.load import LoadedModel
 
 # Bounds of one engine call: the number of prompts, and approximately the number of responses.
 PROMPTS_PER_CALL = 64
@@ -121,15 +124,15 @@ def _sample(
         return []
     if episodes is not None:
         # Not the seed itself: training and evaluation must not use the same random environments.
-        base = _seed(seeds[0])
+        base = _derive_seed(seeds[0])
         reset_seeds = [reset_seed(base, position) for position in numbered]
         return episodes.generate(
-            engine.generate, prompts, samples, sampling, seed=_seed(*seeds), reset_seeds=reset_seeds
+            engine.generate, prompts, samples, sampling, seed=_derive_seed(*seeds), reset_seeds=reset_seeds
         )
-    return engine.generate(prompts, samples, sampling, seed=_seed(*seeds))
+    return engine.generate(prompts, samples, sampling, seed=_derive_seed(*seeds))
 
 
-def _seed(*words: int) -> int:
+def _derive_seed(*words: int) -> int:
     return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
@@ -176,6 +179,7 @@ class TaskSpec:
     reward: Sequence[RewardSpec] = ()  # if given, replaces the rewards of the task
     max_tokens: int | None = None  # if given, replaces the response limit of the task
     environment: EnvironmentConfig | None = None  # for multi-turn episodes
+    recipe_dtype: str | None = field(default=None, compare=False)  # in which the recipe of the task samples
 
 
 @dataclass(frozen=True)
@@ -235,16 +239,6 @@ class _PreparedTask:
     environment: BuiltEnvironment | None
 
 
-@dataclass(frozen=True)
-class _Sampler:
-    """A loaded model with its engine."""
-
-    label: str
-    engine: Engine
-    tokenizer: Any
-    context: int | None  # largest number of tokens of a prompt plus its response; None: no limit
-
-
 def compare(
     models: Sequence[ModelSpec | str],
     specs: Sequence[TaskSpec | str],
@@ -269,12 +263,12 @@ def compare(
     with ExitStack() as stack:
         prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # rewards fork: before torch is imported
         for spec in model_specs:
-            sampler = _open_model(spec, settings)
-            for prepared in prepared_tasks:
-                for mode in modes:
-                    result = _measure(sampler, prepared, settings, mode, progress)
-                    measured[spec.label, prepared.label, mode] = result
-            del sampler  # before the next model is loaded
+            model, engine = _open_model(spec, settings)
+            for prepared, mode in itertools.product(prepared_tasks, modes):
+                on_batch = partial(progress, f"{spec.label} · {prepared.label} · {mode}")
+                result = _measure(model, engine, prepared, settings, mode, on_batch)
+                measured[spec.label, prepared.label, mode] = result
+            del model, engine  # before the next model is loaded
     return Results(
         models=tuple(spec.label for spec in model_specs),
         tasks=tuple(prepared.label for prepared in prepared_tasks),
@@ -313,7 +307,7 @@ def _require_distinct(kind: str, labels: Sequence[str]) -> None:
         raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
-def _open_model(spec: ModelSpec, settings: Settings) -> _Sampler:
+def _open_model(spec: ModelSpec, settings: Settings) -> tuple[LoadedModel, Engine]:
     with spec.folder() as folder:
         import torch
 
@@ -323,17 +317,16 @@ def _open_model(spec: ModelSpec, settings: Settings) -> _Sampler:
         dtype = getattr(torch, settings.dtype)
         loaded = models.load(folder, dtype=dtype)
         loaded.model.to(models.default_device())  # pyright: ignore[reportArgumentType]
-        engine = EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
-        context = getattr(loaded.model.config, "max_position_embeddings", None)
-        return _Sampler(spec.label, engine, loaded.tokenizer, context)
+        return loaded, EmbeddedEngine(loaded.model, loaded.tokenizer, dtype)
 
 
 def _measure(
-    sampler: _Sampler,
+    model: LoadedModel,
+    engine: Engine,
     prepared: _PreparedTask,
     settings: Settings,
     mode: Mode,
-    progress: Callable[[str, int, int], None],
+    progress: Callable[[int, int], None],
 ) -> EvalResult:
     sampling = SamplingParams(
         temperature=0.0 if mode == "greedy" else settings.sampling_temperature,
@@ -341,24 +334,24 @@ def _measure(
         max_tokens=prepared.task.max_tokens,
         stop=prepared.task.stop,
     )
+    context: int | None = getattr(model.model.config, "max_position_embeddings", None)
     episodes = None
     if prepared.environment is not None:
-        longest_prompt = None if sampler.context is None else sampler.context - sampling.max_tokens
+        longest_prompt = None if context is None else context - sampling.max_tokens
         encode = partial(tasks.encode, prepared.task)
-        episodes = prepared.environment.runner(sampler.tokenizer, sampling.max_tokens, encode, longest_prompt)
-    on_batch = partial(progress, f"{sampler.label} · {prepared.label} · {mode}")
-    on_batch(0, len(prepared.problems))
+        episodes = prepared.environment.runner(model.tokenizer, sampling.max_tokens, encode, longest_prompt)
+    progress(0, len(prepared.problems))
     result = evaluate(
-        sampler.engine,
-        sampler.tokenizer,
+        engine,
+        model.tokenizer,
         prepared.task,
         prepared.scorer,
         problems=prepared.problems,
         samples=1 if mode == "greedy" else settings.samples,
         sampling=sampling,
         seed=settings.seed,
-        progress=on_batch,
-        context=sampler.context,
+        progress=progress,
+        context=context,
         episodes=episodes,
     )
     return replace(result, task=prepared.label)

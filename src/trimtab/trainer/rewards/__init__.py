@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from trimtab.errors import TrimtabError
 from trimtab.plugins import check_arguments, load_function
 from trimtab.trainer.registry import Registry
-from trimtab.trainer.sandbox.function_pool import Call, FunctionPool, Outcome, checked, describe
+from trimtab.trainer.sandbox.function_pool import FunctionCall, FunctionPool, Outcome, check_value, describe_error
 from trimtab.types import Completion, FinishReason, Problem, RewardSpec, Task
 
 KINDS = Registry(
@@ -45,10 +45,10 @@ def build(specs: Sequence[Spec], task: Task) -> Scorer:
     Raises `TrimtabError` for an unknown reward or option (suggesting the nearest), and for a user function that cannot
     be imported.
     """
-    return Scorer(weighted(specs, task))
+    return Scorer(build_weighted(specs, task))
 
 
-def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
+def build_weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
     """Returns the rewards of `build`, without starting processes for them. Raises what `build` raises."""
     entries: list[Weighted] = []
     labels: list[str] = []
@@ -61,11 +61,11 @@ def weighted(specs: Sequence[Spec], task: Task) -> list[Weighted]:
         if not 0 < given.timeout < math.inf:
             raise TrimtabError(f"reward {label!r}: timeout must be a positive number of seconds, got {given.timeout}")
         name = f"{label}-{count}" if (count := labels.count(label)) > 1 else label
-        entries.append(Weighted(name, given.weight, given.timeout, _built(label, given, task)))
+        entries.append(Weighted(name, given.weight, given.timeout, _build_reward(label, given, task)))
     return entries
 
 
-def _built(label: str, spec: RewardSpec, task: Task) -> Built:
+def _build_reward(label: str, spec: RewardSpec, task: Task) -> Built:
     if not isinstance(spec.name, str) or ":" in spec.name:
         if spec.options:
             given = ", ".join(map(repr, spec.options))
@@ -149,20 +149,20 @@ class Scorer:
     def __init__(self, rewards: Sequence[Weighted]) -> None:
         self.rewards = tuple(rewards)
         self._outside = [reward for reward in self.rewards if reward.built.isolated]
-        self._pool = FunctionPool([_unpacked(reward.built) for reward in self._outside]) if self._outside else None
+        self._pool = FunctionPool([_unpack(reward.built) for reward in self._outside]) if self._outside else None
 
     def score(self, items: Sequence[tuple[Problem, Response | Completion]]) -> list[Score]:
         """Returns one score per item, in order. An error in a reward is returned in its score, never raised.
 
         If an episode's environment returned a reward, that is the score; if the environment failed, it is an error.
         """
-        known = [_of_environment(*item) for item in items]
+        known = [_read_environment_score(*item) for item in items]
         samples = [
             (problem, answer if isinstance(answer, Response) else Response.of(answer))
             for (problem, answer), score in zip(items, known, strict=True)
             if score is None
         ]
-        outcomes = self._outcomes(samples)
+        outcomes = self._run_rewards(samples)
         scores = (
             self._combine(problem, {reward.name: outcomes[reward.name][index] for reward in self.rewards})
             for index, (problem, _) in enumerate(samples)
@@ -179,15 +179,15 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _outcomes(self, samples: Sequence[tuple[Problem, Response]]) -> dict[str, list[Outcome]]:
+    def _run_rewards(self, samples: Sequence[tuple[Problem, Response]]) -> dict[str, list[Outcome]]:
         """Returns the outcomes of each reward by its name, in the order of the samples."""
         inside = [reward for reward in self.rewards if not reward.built.isolated]
-        found = {reward.name: [_call(reward.built, *sample) for sample in samples] for reward in inside}
+        found = {reward.name: [_call_here(reward.built, *sample) for sample in samples] for reward in inside}
         if self._pool is None:
             return found
-        packed = [{"problem": _plain(problem), "response": asdict(response)} for problem, response in samples]
+        packed = [{"problem": _pack(problem), "response": asdict(response)} for problem, response in samples]
         calls = [
-            Call(number, arguments, reward.timeout)
+            FunctionCall(number, arguments, reward.timeout)
             for number, reward in enumerate(self._outside)
             for arguments in packed
         ]
@@ -199,13 +199,13 @@ class Scorer:
         failed = [f"reward {name!r} {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
         if failed:
             return Score(None, parts, f"problem {problem.id!r}: {'; '.join(failed)}")
-        total = checked(sum(reward.weight * parts[reward.name] for reward in self.rewards))
+        total = check_value(sum(reward.weight * parts[reward.name] for reward in self.rewards))
         if total.error:
             return Score(None, parts, f"problem {problem.id!r}: the weighted sum of the rewards {total.error}")
         return Score(total.value, parts)
 
 
-def _of_environment(problem: Problem, answer: Response | Completion) -> Score | None:
+def _read_environment_score(problem: Problem, answer: Response | Completion) -> Score | None:
     """Returns the score given by the environment of an episode, or None if the rewards have to score the response."""
     outcome = answer.outcome if isinstance(answer, Completion) else None
     if outcome is not None and outcome.reward is not None:
@@ -215,18 +215,18 @@ def _of_environment(problem: Problem, answer: Response | Completion) -> Score | 
     return None
 
 
-def _call(built: Built, problem: Problem, response: Response) -> Outcome:
+def _call_here(built: Built, problem: Problem, response: Response) -> Outcome:
     try:
-        return checked(built.function(response, problem))
+        return check_value(built.function(response, problem))
     except Exception as error:
-        return Outcome(error=describe(error))
+        return Outcome(error=describe_error(error))
 
 
-def _plain(problem: Problem) -> dict[str, object]:
+def _pack(problem: Problem) -> dict[str, object]:
     return {"id": problem.id, "question": problem.question, "answer": problem.answer, "extra": dict(problem.extra)}
 
 
-def _unpacked(built: Built):
+def _unpack(built: Built):
     """Returns the reward function for a worker process: it rebuilds the arguments from JSON."""
 
     def call(problem: dict, response: dict):

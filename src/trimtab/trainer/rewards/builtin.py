@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.rewards import Built, Response, Reward, weighted
+from trimtab.trainer.rewards import Built, Response, Reward, build_weighted
 from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName
 from trimtab.types import Problem, RewardSpec, Task
 
@@ -309,7 +309,7 @@ class ByTask(Reward):
             label: [RewardSpec(part.name, part.weight, options=part.model_extra or {}) for part in parts]
             for label, parts in self.rewards.items()
         }
-        entries = {label: weighted(of_task, task) for label, of_task in specs.items()}
+        entries = {label: build_weighted(of_task, task) for label, of_task in specs.items()}
 
         def by_task(response: Response, problem: Problem) -> float:
             label = problem.extra.get("task")

@@ -3,6 +3,8 @@
     host --(length, code)--> process 1 --(code)--> forked child
     host <--(header, output, error)-- process 1 <--(output, report)-- child
 
+Process 1 sends `READY` first. Before that, its standard output and error go to the host.
+
 The code cannot signal process 1 of its process namespace, and because process 1 is not dumpable, the code cannot access
 its memory and open files either. The code can fake its output and its exception, which it could choose anyway, but not
 the limits, and it cannot send data to the host. A report says that a run has ended, and with which exception.
@@ -32,6 +34,7 @@ from typing import NamedTuple
 
 LENGTH = struct.Struct("!I")
 HEADER = struct.Struct("!BBII")  # timed out, container ends, bytes of output, bytes of error
+READY = bytes(HEADER.size)
 TICK = 0.02  # seconds between two checks of threads and memory
 MAX_THREADS = 128
 MAX_FILES = 4096  # in the temporary directory
@@ -63,9 +66,8 @@ def main(limits: Limits, modules: list[str]) -> None:
     # The starter holds the other end of this socket. The container ends when that end is closed, or the starter exits.
     # A parent-death signal would not work: bubblewrap may not signal a process of another user.
     _, [starter], _, _ = socket.recv_fds(host, 1, 1)
-    null = os.open("/dev/null", os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.close(null)
     proc = os.open(f"{HIDDEN}/proc", os.O_PATH | os.O_DIRECTORY)
     give_up_privileges()
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGCHLD"):
@@ -73,12 +75,15 @@ def main(limits: Limits, modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.freeze()
-    supervisor = Supervisor(proc, starter, limits)
-    host.sendall(HEADER.pack(0, 0, 0, 0))  # ready
-    while not supervisor.ended and (header := receive(host, starter, LENGTH.size)) is not None:
+    for standard in (1, 2):
+        os.dup2(null, standard)
+    os.close(null)
+    child = Child(proc, starter, limits)
+    host.sendall(READY)
+    while not child.ended and (header := receive(host, starter, LENGTH.size)) is not None:
         if (code := receive(host, starter, *LENGTH.unpack(header))) is not None:
-            timed_out, output, error = supervisor.run(code)
-            host.sendall(HEADER.pack(timed_out, supervisor.ended, len(output), len(error)) + output + error)
+            timed_out, output, error = child.run(code)
+            host.sendall(HEADER.pack(timed_out, child.ended, len(output), len(error)) + output + error)
 
 
 def give_up_privileges() -> None:
@@ -109,43 +114,56 @@ def receive(connection: socket.socket, starter: int, size: int) -> bytes | None:
     return data
 
 
-class Supervisor:
-    """Runs code in a child process, which cannot start processes, and ends the run if it exceeds a limit."""
+class Child:
+    """A forked process that runs code, but cannot start processes. A run that exceeds a limit is its last run."""
 
     def __init__(self, proc: int, starter: int, limits: Limits) -> None:
         self.proc, self.starter, self.limits = proc, starter, limits
-        self.child: Child | None = None
         self.ended = False
-        fields = self.status("self")
-        self.address_space, self.memory = int(fields[b"VmSize"]) << 10, memory(fields)  # of a child when it starts
+        fields = self.read_status("self")
+        self.memory_at_start = count_memory(fields)
+        address_space = (int(fields[b"VmSize"]) << 10) + (limits.memory_mb << 20)
+        receive_requests, self.requests = os.pipe()
+        self.output, write_output = os.pipe()
+        self.reports, write_reports = os.pipe()
+        for descriptor in (self.requests, self.output, self.reports):
+            os.set_blocking(descriptor, False)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                serve(receive_requests, write_output, write_reports, address_space, limits.code_filter)
+            finally:
+                os._exit(1)
+        for descriptor in (receive_requests, write_output, write_reports):
+            os.close(descriptor)
+        self.descriptor = os.pidfd_open(self.pid)
 
     def run(self, code: bytes) -> tuple[bool, bytes, bytes]:
         """Returns (timed out, output, error). The child stays alive unless a limit ended the run."""
-        if self.child is None:
-            self.child = Child(self.address_space + (self.limits.memory_mb << 20), self.limits.code_filter)
-        else:
-            self.child.discard()
-            os.kill(self.child.pid, signal.SIGCONT)
-        run = Run(self, self.child, code)
-        ended = run.watch()
-        output = run.drained()
-        if ended:
-            self.ended = True
-        else:
-            os.kill(self.child.pid, signal.SIGSTOP)  # threads that the code left running pause between two runs
-        return run.timed_out, output, ended or run.error()
+        # Discards what threads of the child wrote after the end of a run, before the child was stopped. Reads only
+        # once: if a child could write continuously, a loop would not end.
+        for descriptor in (self.output, self.reports):
+            read(descriptor, MAX_PIPE)
+        os.kill(self.pid, signal.SIGCONT)
+        run = Run(self, code)
+        reason = run.watch()
+        output = run.drain_output()
+        self.ended = bool(reason)
+        if not self.ended:
+            os.kill(self.pid, signal.SIGSTOP)  # threads that the code left running pause between two runs
+        return run.timed_out, output, reason or run.error()
 
-    def status(self, process: str) -> dict[bytes, bytes]:
+    def read_status(self, process: str) -> dict[bytes, bytes]:
         """Returns the fields of /proc/PID/status, reduced to the first word of each value."""
         with open(os.open(f"{process}/status", os.O_RDONLY, dir_fd=self.proc), "rb") as file:
             lines = [line.split(maxsplit=2) for line in file]
         return {name.rstrip(b":"): words[0] for name, *words in lines if words}
 
-    def excess(self, child: int) -> bytes:
+    def find_excess(self) -> bytes:
         """Returns which limit the child exceeds, or an empty text."""
-        fields = self.status(str(child))
+        fields = self.read_status(str(self.pid))
         if b"VmRSS" not in fields:  # the main thread has ended, and the kernel reports no memory
-            os.kill(child, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
             return b""
         threads = int(fields[b"Threads"])
         if threads > MAX_THREADS:
@@ -153,12 +171,12 @@ class Supervisor:
         disk = os.statvfs(HOME)
         if disk.f_files - disk.f_ffree > MAX_FILES:
             return b"made more than %d files" % MAX_FILES
-        used = memory(fields) - self.memory + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        used = count_memory(fields) - self.memory_at_start + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         limit = self.limits.memory_mb
         return b"used more than %d MB of memory" % limit if used > limit << 20 else b""
 
 
-def memory(fields: dict[bytes, bytes]) -> int:
+def count_memory(fields: dict[bytes, bytes]) -> int:
     """Returns the bytes that a process uses: its pages (in memory or swapped out) and its page tables."""
     return sum(int(fields[name]) << 10 for name in (b"VmRSS", b"VmSwap", b"VmPTE"))
 
@@ -166,8 +184,8 @@ def memory(fields: dict[bytes, bytes]) -> int:
 class Run:
     """One run: sends the code to the child and collects output and report, until it ends or exceeds a limit."""
 
-    def __init__(self, supervisor: Supervisor, child: "Child", code: bytes) -> None:
-        self.supervisor, self.limits, self.child = supervisor, supervisor.limits, child
+    def __init__(self, child: Child, code: bytes) -> None:
+        self.child, self.limits = child, child.limits
         self.sending = memoryview(LENGTH.pack(len(code)) + code)
         self.output, self.report = bytearray(), bytearray()
         self.timed_out = False
@@ -178,11 +196,11 @@ class Run:
         deadline, check = now + self.limits.timeout, now + TICK
         child, poll = self.child, select.poll()
         steps = {child.requests: self.send, child.output: self.read_output, child.reports: self.read_report}
-        for descriptor in (*steps, child.descriptor, self.supervisor.starter):
+        for descriptor in (*steps, child.descriptor, child.starter):
             poll.register(descriptor, select.POLLOUT if descriptor == child.requests else select.POLLIN)
         while True:
             for descriptor, _ in poll.poll(TICK * 1000):
-                if descriptor == self.supervisor.starter:
+                if descriptor == child.starter:
                     os._exit(0)
                 if descriptor == child.descriptor:
                     return self.exit_reason()
@@ -198,7 +216,7 @@ class Run:
                 return b"took longer than %g s" % self.limits.timeout
             if now > check:
                 check = now + TICK
-                if excess := self.supervisor.excess(child.pid):
+                if excess := child.find_excess():
                     return excess
 
     def send(self) -> bool:
@@ -235,7 +253,7 @@ class Run:
             return b"ended its process (exit code %d)" % code
         return b"ended its process (signal %s)" % SIGNALS.get(-code, f"SIGRTMIN{-code - signal.SIGRTMIN:+}").encode()
 
-    def drained(self) -> bytes:
+    def drain_output(self) -> bytes:
         """Returns the output, including all that was written before the report."""
         limit = self.limits.max_output * BYTES_PER_CHARACTER
         while len(self.output) <= limit and self.read_output():
@@ -245,34 +263,6 @@ class Run:
 
     def error(self) -> bytes:
         return bytes(self.report[LENGTH.size : self.report_size()])
-
-
-class Child:
-    """A forked process that runs the code it receives."""
-
-    def __init__(self, address_space: int, code_filter: bytes) -> None:
-        receive_requests, self.requests = os.pipe()
-        self.output, write_output = os.pipe()
-        self.reports, write_reports = os.pipe()
-        for descriptor in (self.requests, self.output, self.reports):
-            os.set_blocking(descriptor, False)
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                serve(receive_requests, write_output, write_reports, address_space, code_filter)
-            finally:
-                os._exit(1)
-        for descriptor in (receive_requests, write_output, write_reports):
-            os.close(descriptor)
-        self.descriptor = os.pidfd_open(self.pid)
-
-    def discard(self) -> None:
-        """Discards data that threads of the child wrote after the end of a run, before the child was stopped.
-
-        Reads only once: if a child could write continuously, a loop would not end.
-        """
-        for descriptor in (self.output, self.reports):
-            read(descriptor, MAX_PIPE)
 
 
 def read(descriptor: int, size: int = 1 << 16) -> bytes | None:

@@ -7,22 +7,17 @@ process group of this process, which is killed as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
-import select
 import signal
 import socket
 import subprocess
 import tempfile
 import threading
-from typing import IO
 
 from trimtab.trainer.processes import Message, Parent
-from trimtab.trainer.sandbox.bubblewrap import ContainerRequest, Setup, Started
-from trimtab.trainer.sandbox.container_init import HEADER
+from trimtab.trainer.sandbox.bubblewrap import ContainerRequest, Setup
 
-START_TIMEOUT = 60.0  # seconds in which a container must be ready, with its packages imported
 END_TIMEOUT = 5.0  # seconds in which process 1 of a container must exit before it is killed
 
 
@@ -40,40 +35,41 @@ def main() -> None:
                 threading.Thread(target=end, args=container, daemon=True).start()
             continue
         try:
-            process, running, connection, output = start(setup)
+            process, running, connection = start(setup)
         except OSError as error:  # a limit of processes or open files was reached
-            parent.send(Started(request.number, str(error)))
+            parent.send(str(error))
             continue
         containers[request.number] = process, running
-        arguments = (parent, request.number, process.pid, connection, output)
-        threading.Thread(target=hand_over, args=arguments, daemon=True).start()
+        with connection:
+            parent.send(None, connection.fileno())
 
 
-def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket, IO[bytes]]:
-    """Returns (process, socket, connection, file): closing the socket ends the container; the file has its errors."""
+def start(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
+    """Returns (process, socket, connection): closing the socket ends the container.
+
+    Until process 1 is ready, what it and `bwrap` print is sent over the connection.
+    """
     program, *arguments = setup.command
-    with contextlib.ExitStack() as closing, contextlib.ExitStack() as failed:
-        connection, inside = socket.socketpair()
-        closing.enter_context(inside)
-        failed.enter_context(connection)
-        ended, running = socket.socketpair()
-        closing.enter_context(ended)
-        failed.enter_context(running)
-        socket.send_fds(connection, [b"\0"], [ended.fileno()])
-        seccomp = closing.enter_context(tempfile.TemporaryFile(buffering=0))
-        seccomp.write(setup.seccomp)
-        seccomp.seek(0)
-        output = failed.enter_context(tempfile.TemporaryFile())
-        process = subprocess.Popen(
-            [program, "--seccomp", str(seccomp.fileno()), *arguments],
-            stdin=inside.fileno(),
-            stdout=output,
-            stderr=output,
-            pass_fds=[seccomp.fileno()],
-            env={},
-        )
-        failed.pop_all()
-    return process, running, connection, output
+    connection, inside = socket.socketpair()
+    ended, running = socket.socketpair()
+    try:
+        with inside, ended, tempfile.TemporaryFile(buffering=0) as seccomp:
+            socket.send_fds(connection, [b"\0"], [ended.fileno()])
+            seccomp.write(setup.seccomp)
+            seccomp.seek(0)
+            process = subprocess.Popen(
+                [program, "--seccomp", str(seccomp.fileno()), *arguments],
+                stdin=inside.fileno(),
+                stdout=inside.fileno(),
+                stderr=inside.fileno(),
+                pass_fds=[seccomp.fileno()],
+                env={},
+            )
+    except OSError:
+        connection.close()
+        running.close()
+        raise
+    return process, running, connection
 
 
 def end(process: subprocess.Popen[bytes], running: socket.socket) -> None:
@@ -87,26 +83,6 @@ def end(process: subprocess.Popen[bytes], running: socket.socket) -> None:
                 os.kill(int(child), signal.SIGKILL)
         process.kill()
         process.wait()
-
-
-def hand_over(parent: Parent, number: int, pid: int, connection: socket.socket, output: IO[bytes]) -> None:
-    """Waits until the container is ready and sends its connection to the parent."""
-    ended = os.pidfd_open(pid)
-    poll = select.poll()  # `select.select` accepts no descriptor above 1023
-    for descriptor in (connection.fileno(), ended):
-        poll.register(descriptor, select.POLLIN)
-    with connection, output:
-        ready = dict(poll.poll(START_TIMEOUT * 1000))
-        try:
-            started = connection.fileno() in ready and connection.recv(HEADER.size, socket.MSG_WAITALL)
-        except ConnectionResetError:  # the container ended before it read what was sent to it
-            started = False
-        if started:
-            parent.send(Started(number), connection.fileno())
-        else:
-            lines = os.pread(output.fileno(), 4096, 0).decode(errors="replace").strip().splitlines()
-            parent.send(Started(number, lines[-1].strip()[:200] if lines else "it was killed, or took too long"))
-    os.close(ended)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs reward functions in worker processes with a timeout and a memory limit.
 
-    trainer --(one JSON message per batch)--> supervisor --(one JSON message per call)--> worker
+    trainer --(a line of JSON per batch)--> supervisor --(a line of JSON per call)--> worker
 
 The supervisor is forked once, when the rewards are built: before a model is loaded and before torch starts threads. It
 runs only the loop in this file, so it cannot hang. It forks the workers, which call the functions. A worker is killed
@@ -23,13 +23,12 @@ import ctypes
 import gc
 import json
 import math
+import multiprocessing.connection
 import os
 import resource
 import secrets
-import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import warnings
@@ -48,13 +47,12 @@ from trimtab.types import MAX_REWARD
 MEMORY = 1 << 30  # bytes that a worker may allocate in addition to the memory it inherits
 SUPERVISOR_TIMEOUT = 30.0  # seconds that the supervisor may take in addition to all timeouts
 LONGEST = 2e6  # seconds of a wait: the operating system counts milliseconds in 32 bits
-LONGEST_ANSWER = 1 << 16  # bytes, including the header
+LONGEST_ANSWER = 1 << 16  # bytes
 GRACE = 1.0  # seconds in which a process must exit before it is killed
-HEADER = struct.Struct("!Q")
 OUT_OF_MEMORY = "ran out of the memory it may use"
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A function call."""
 
     function: int  # index of the function
@@ -69,7 +67,7 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def checked(value: Any) -> Outcome:
+def check_value(value: Any) -> Outcome:
     """Returns the outcome of a call that returned `value`: the reward, or an error if `value` is not usable as one."""
     if not isinstance(value, Real | np.bool_):
         return Outcome(error=f"returned {type(value).__name__}, not a number")
@@ -79,7 +77,7 @@ def checked(value: Any) -> Outcome:
     return Outcome(number) if abs(number) <= MAX_REWARD else Outcome(error=f"returned {number}, above {MAX_REWARD:g}")
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns the type and the message of an exception in one short line."""
     return f"raised {' '.join(error_text(error).split())[:250]}"
 
@@ -95,7 +93,7 @@ class FunctionPool:
         self._memory = memory
         self._start()
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[FunctionCall]) -> list[Outcome]:
         """Returns the outcome of every call, in order. An error in a function is returned as its outcome."""
         if not calls:
             return []
@@ -103,20 +101,18 @@ class FunctionPool:
             self._start()
         assert self._socket is not None
         self._socket.settimeout(min(LONGEST, sum(call.timeout for call in calls) + SUPERVISOR_TIMEOUT))
-        number, answer = secrets.token_hex(8), None
-        requests = [call._replace(arguments=json.dumps(call.arguments))._asdict() for call in calls]
         try:
-            send(self._socket, {"number": number, "requests": requests})
-            answer = receive(self._socket)
+            send(self._socket, [call._replace(arguments=json.dumps(call.arguments))._asdict() for call in calls])
+            outcomes = receive(self._socket)
         except (OSError, ValueError):
-            pass  # the supervisor was killed or stopped: all calls get an error below
+            outcomes = None  # the supervisor was killed or stopped
         except BaseException:
-            self.close()  # otherwise the next batch would receive the answer to this request
+            self.close()  # otherwise the next batch would receive the outcomes of this one
             raise
-        if answer is None or answer["number"] != number:
+        if outcomes is None:
             self.close()
             return [Outcome(error="was lost: the process that ran it died (a new one is started)")] * len(calls)
-        return [Outcome(*outcome) for outcome in answer["outcomes"]]
+        return [Outcome(*outcome) for outcome in outcomes]
 
     def close(self) -> None:
         """End the supervisor and its workers."""
@@ -135,16 +131,16 @@ class FunctionPool:
         pid = _fork(supervise)
         remote.close()
         self._socket: socket.socket | None = connection
-        self._stop = weakref.finalize(self, _end, connection, pid, os.getpid())
+        self._stop = weakref.finalize(self, _end_supervisor, connection, pid, os.getpid())
 
 
-def _end(connection: socket.socket, pid: int, owner: int) -> None:
+def _end_supervisor(connection: socket.socket, pid: int, owner: int) -> None:
     connection.close()
     if os.getpid() != owner:
         return  # a forked copy of the owner must not end the supervisor
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGTERM)
-        if _wait(pid) is None:
+        if _wait_for_exit(pid) is None:
             os.kill(pid, signal.SIGKILL)  # the workers end with it, see `_work`
             os.waitpid(pid, 0)
 
@@ -162,24 +158,24 @@ class _Supervisor:
     def serve(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and ends this process
-        signal.signal(signal.SIGTERM, lambda *_: self._leave())
+        signal.signal(signal.SIGTERM, lambda *_: self._exit())
         gc.freeze()  # garbage collection of inherited objects would copy the memory pages of the trainer
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
         while (batch := receive(self.trainer)) is not None:
-            send(self.trainer, {"number": batch["number"], "outcomes": self._run(batch["requests"])})
-        self._leave()
+            send(self.trainer, self._run(batch))
+        self._exit()
 
     def _run(self, batch: list[dict[str, Any]]) -> list[Outcome]:
         waiting = deque(enumerate(batch))
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(batch):
-            while waiting and (worker := self._idle()):
+            while waiting and (worker := self._find_idle()):
                 worker.begin(*waiting.popleft())
-            outcomes |= self._finished()
+            outcomes |= self._collect_outcomes()
         return [outcomes[position] for position in range(len(batch))]
 
-    def _idle(self) -> _Worker | None:
+    def _find_idle(self) -> _Worker | None:
         for worker in [worker for worker in self.workers if worker.position is None]:
             if worker.is_silent():
                 return worker
@@ -189,16 +185,13 @@ class _Supervisor:
             return self.workers[-1]
         return None
 
-    def _finished(self) -> dict[int, Outcome]:
+    def _collect_outcomes(self) -> dict[int, Outcome]:
         """Waits for an answer or a deadline; returns the outcomes by the positions of the calls."""
         busy = {worker.position: worker for worker in self.workers if worker.position is not None}
         timeout = min(LONGEST, max(0.0, min(worker.deadline for worker in busy.values()) - time.monotonic()))
-        with selectors.DefaultSelector() as selector:
-            for pipe in (self.trainer, *(worker.pipe for worker in busy.values())):
-                selector.register(pipe, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(timeout)}
+        ready = multiprocessing.connection.wait([self.trainer, *(worker.pipe for worker in busy.values())], timeout)
         if self.trainer in ready:
-            self._leave()  # the trainer sends nothing during a batch: a readable pipe means that it exited
+            self._exit()  # the trainer sends nothing during a batch: a readable pipe means that it exited
         outcomes = {}
         for position, worker in busy.items():
             outcome = worker.answer() if worker.pipe in ready else None
@@ -212,11 +205,11 @@ class _Supervisor:
         return outcomes
 
     def _replace(self, worker: _Worker) -> None:
-        """Ends a worker; `_idle` starts a new one if a call waits."""
+        """Ends a worker; `_find_idle` starts a new one if a call waits."""
         self.workers.remove(worker)
         worker.kill()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         for worker in self.workers:
             worker.kill()
         os._exit(0)
@@ -255,7 +248,7 @@ class _Worker:
         self.number = secrets.token_hex(8)
         self.received = b""
         self.pipe.settimeout(min(LONGEST, self.timeout))  # a stopped worker does not read
-        with contextlib.suppress(OSError):  # the worker died or stopped: `_finished` notices that
+        with contextlib.suppress(OSError):  # the worker died or stopped: `_collect_outcomes` notices that
             send(self.pipe, {"number": self.number, **request})
         self.pipe.setblocking(False)
 
@@ -267,14 +260,11 @@ class _Worker:
             arrived = b""
         if not arrived:
             self.alive = False
-            return Outcome(error=f"ended its process ({self._ending()})")
+            return Outcome(error=f"ended its process ({self._describe_end()})")
         self.received += arrived
-        size = HEADER.size
-        if len(self.received) >= size:
-            size += HEADER.unpack_from(self.received)[0]
-        if len(self.received) < size <= LONGEST_ANSWER:
+        if not self.received.endswith(b"\n") and len(self.received) <= LONGEST_ANSWER:
             return None
-        outcome = _decode(self.received[HEADER.size :], self.number) if len(self.received) == size else None
+        outcome = _decode_answer(self.received, self.number)
         self.alive = outcome is not None and outcome.error != OUT_OF_MEMORY
         return outcome or Outcome(
             error="wrote to the file descriptor that its worker answers through (the worker is replaced)"
@@ -288,15 +278,15 @@ class _Worker:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
-    def _ending(self) -> str:
-        status = _wait(self.pid)
+    def _describe_end(self) -> str:
+        status = _wait_for_exit(self.pid)
         if status is None:
             return "closed the pipe it answers through"
         code = os.waitstatus_to_exitcode(status)
         return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
 
 
-def _decode(data: bytes, number: str) -> Outcome | None:
+def _decode_answer(data: bytes, number: str) -> Outcome | None:
     """Returns the outcome in the answer to request `number`, or None if `_work` cannot have sent this data."""
     try:
         answer = json.loads(data)
@@ -316,16 +306,16 @@ def _work(pipe: socket.socket, functions: list[Callable[..., Any]], memory: int,
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
-    _limit(memory)
+    _limit_memory(memory)
     while (request := receive(pipe)) is not None:
-        outcome = _outcome(functions[request["function"]], json.loads(request["arguments"]))
+        outcome = _call_function(functions[request["function"]], json.loads(request["arguments"]))
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed the streams
             sys.stdout.flush()
             sys.stderr.flush()
         send(pipe, {"number": request["number"], **outcome._asdict()})
 
 
-def _limit(memory: int) -> None:
+def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
         return
@@ -338,16 +328,16 @@ def _limit(memory: int) -> None:
         score.write("1000")  # if the machine runs out of memory, the kernel kills this process, not the trainer
 
 
-def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     try:
-        return checked(function(**arguments))
+        return check_value(function(**arguments))
     except MemoryError:
         return Outcome(error=OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit and KeyboardInterrupt in a reward only fail its sample
-        return Outcome(error=describe(error))
+        return Outcome(error=describe_error(error))
 
 
-def _wait(pid: int) -> int | None:
+def _wait_for_exit(pid: int) -> int | None:
     """Returns the exit status of a child, or None if it does not exit within `GRACE` seconds."""
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
@@ -377,22 +367,15 @@ def _fork(body: Callable[[], None]) -> int:
 
 
 def send(pipe: socket.socket, message: Any) -> None:
-    data = json.dumps(message).encode()
-    pipe.sendall(HEADER.pack(len(data)) + data)
+    pipe.sendall(json.dumps(message).encode() + b"\n")
 
 
 def receive(pipe: socket.socket) -> Any:
-    """Returns the next message, or None if the other end is closed."""
-    header = _receive_exactly(pipe, HEADER.size)
-    data = header and _receive_exactly(pipe, HEADER.unpack(header)[0])
-    return None if data is None else json.loads(data)
-
-
-def _receive_exactly(pipe: socket.socket, size: int) -> bytes | None:
+    """Returns the next message, or None if the other end is closed. Messages alternate, so none follows this one."""
     data = bytearray()
-    while len(data) < size:
-        chunk = pipe.recv(min(size - len(data), 1 << 20))
-        if not chunk:
+    while not data.endswith(b"\n"):
+        part = pipe.recv(1 << 20)
+        if not part:
             return None
-        data += chunk
-    return bytes(data)
+        data += part
+    return json.loads(data)

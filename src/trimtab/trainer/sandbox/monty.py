@@ -38,7 +38,7 @@ class MontySandbox:
         self._assigned: dict[int, _Worker] = {}
 
     def run(self, session: int, code: str) -> CodeResult:
-        worker = self._worker(session)
+        worker = self._find_worker(session)
         with worker.lock:
             return worker.run(session, code)
 
@@ -53,7 +53,7 @@ class MontySandbox:
         for worker in self._workers:
             worker.close()
 
-    def _worker(self, session: int) -> _Worker:
+    def _find_worker(self, session: int) -> _Worker:
         """Returns the worker of the session; a new session is assigned to the worker with the fewest sessions."""
         with self._assigning:
             worker = self._assigned.get(session)
@@ -69,39 +69,35 @@ class _Worker:
     def __init__(self, limits: Limits) -> None:
         self.lock = threading.Lock()
         self._limits = limits
-        self._sessions: set[int] = set()  # sessions with variables in the process
-        self._lost: set[int] = set()  # sessions whose variables were lost through the failure of another session
+        self._holders: dict[int, WorkerProcess] = {}  # the process that holds or held the variables of a session
         self._closed = False
         self._start()
 
     def run(self, session: int, code: str) -> CodeResult:
         if self.process.process.poll() is not None:  # it was killed while it was idle
             self._restart()
-        if session in self._lost:
-            self._lost.remove(session)
+        if self._holders.pop(session, self.process) is not self.process:
             return CodeResult("", f"not run: the process of this sandbox was replaced, and {SESSION_LOST}")
         try:
             self.process.send(SessionRequest(session, code))
             message = self.process.receive(self._limits.timeout + GRACE)
         except (EOFError, ConnectionError):
             error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
-            return self._replace(session, CodeResult("", error.rstrip(","), lost=True))
+            self._restart()
+            return CodeResult("", error.rstrip(","), lost=True)
         except BaseException:  # the caller was interrupted: the next run must not receive the answer to this run
             self._restart()
             raise
         if message is None:
-            return self._replace(session, CodeResult("", took_too_long(self._limits), timed_out=True, lost=True))
+            self._restart()
+            return CodeResult("", took_too_long(self._limits), timed_out=True, lost=True)
         result: CodeResult = message.content
-        if result.lost:
-            self._sessions.discard(session)
-        else:
-            self._sessions.add(session)
+        if not result.lost:
+            self._holders[session] = self.process
         return result
 
     def end(self, session: int) -> None:
-        self._lost.discard(session)
-        if session in self._sessions:
-            self._sessions.remove(session)
+        if self._holders.pop(session, None) is self.process:
             with contextlib.suppress(OSError):  # the process died, and the session with it: the next run replaces it
                 self.process.send(SessionRequest(session, None))
 
@@ -114,15 +110,8 @@ class _Worker:
         with contextlib.suppress(OSError):  # the process died already: the first run reports that
             self.process.send(self._limits)
 
-    def _replace(self, session: int, result: CodeResult) -> CodeResult:
-        self._restart()
-        self._lost.discard(session)
-        return result
-
     def _restart(self) -> None:
-        """Replaces the process. The next run of each of its sessions reports that the variables are lost."""
-        self._lost |= self._sessions
-        self._sessions.clear()
+        """Replaces the process. The next run of each of its other sessions reports that the variables are lost."""
         self.process.kill()
         self._start()
         if self._closed:  # another thread closed the worker and may have killed the old process only

@@ -70,7 +70,7 @@ class _Interpreters:
         try:
             interpreter.feed_run(showing_value(code), print_callback=output.add)
         except MontyError as raised:
-            error, lost = self._describe(raised)
+            error, lost = self._describe_error(raised)
             timed_out = lost and error == took_too_long(self._limits)
         if output.full:
             error, timed_out, lost = printed_too_much(self._limits), False, True
@@ -83,13 +83,13 @@ class _Interpreters:
             with contextlib.suppress(MontyError, RuntimeError):  # the process has ended already
                 interpreter.__exit__(None, None, None)
 
-    def _describe(self, error: MontyError) -> tuple[str, bool]:
+    def _describe_error(self, error: MontyError) -> tuple[str, bool]:
         """Returns the error of a run, and whether the variables of its session are lost."""
         if isinstance(error, MontyCrashedError):
             return took_too_long(self._limits) if error.timed_out else "ended the interpreter's process", True
         assert isinstance(error, MontySyntaxError | MontyRuntimeError)
         if isinstance(error, MontySyntaxError) or error.traceback():
-            return _traceback(error), False
+            return _format_traceback(error), False
         # Without a traceback, a limit ended the run: the code could not catch it, and its variables are undefined.
         message = error.display("type-msg")
         if message.startswith("TimeoutError"):
@@ -134,7 +134,7 @@ def showing_value(code: str) -> str:
     return f"{shown.decode()}\nif _ is not None: print(repr(_))\nNone"
 
 
-def _traceback(error: MontyRuntimeError | MontySyntaxError) -> str:
+def _format_traceback(error: MontyRuntimeError | MontySyntaxError) -> str:
     frames: list[Any] = error.traceback()
     summaries = [
         traceback.FrameSummary(

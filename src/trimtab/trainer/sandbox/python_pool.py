@@ -148,7 +148,7 @@ def sandbox_unavailable(name: SandboxName) -> str | None:
     return None
 
 
-def protection(name: SandboxName) -> str:
+def describe_protection(name: SandboxName) -> str:
     """Returns a short description of the interpreter that runs the code, and of its user."""
     if name == "monty":
         return "an interpreter that has no access to files, network or processes"

@@ -185,7 +185,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         ) from None
 
 
-def _csv(path: Path) -> Iterator[Any]:
+def _read_csv(path: Path) -> Iterator[Any]:
     """Yields the rows below the header. Cells are text; an empty cell is None."""
     with regular_file(path).open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -198,7 +198,7 @@ def _csv(path: Path) -> Iterator[Any]:
             yield {name: text or None for name, text in zip(header, cells, strict=True)}
 
 
-def _json(path: Path) -> Iterator[Any]:
+def _read_json(path: Path) -> Iterator[Any]:
     """Yields the lines of JSONL (None for an empty line), or the elements of a .json file with one array."""
     with regular_file(path).open(encoding="utf-8-sig") as lines:
         is_array = path.suffix == ".json" and lines.read(1024).lstrip().startswith("[")
@@ -210,13 +210,17 @@ def _json(path: Path) -> Iterator[Any]:
             yield json.loads(line) if line.strip() else None
 
 
-def _parquet(path: Path) -> Iterator[Any]:
+def _read_parquet(path: Path) -> Iterator[Any]:
     with open_parquet(path) as file:
         for batch in file.iter_batches():
             yield from batch.to_pylist()
 
 
-_READERS = {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+_READERS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json),
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
 
 
 def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: str) -> list[Problem]:
@@ -226,20 +230,21 @@ def read_problems(rows: Iterable[Row], options: RowOptions, where: str, prefix: 
     seen: dict[str, int] = {}
     for number, row in rows:
         location = f"{where}, row {number}"
-        question = _question(row, columns.question, location)
-        stored = _column(row, columns.answer, "answer", location)
+        question = _read_question(row, columns.question, location)
+        stored = _read_column(row, columns.answer, "answer", location)
         try:
             answer = extract(stored, columns.answer_format, options.answer_pattern)
         except ValueError as error:
             raise TrimtabError(f"{location}, column {columns.answer!r}: {error}") from None
-        name = f"{prefix}-{number}" if columns.id is None else str(_column(row, columns.id, "id", location))
+        name = f"{prefix}-{number}" if columns.id is None else str(_read_column(row, columns.id, "id", location))
         if name in seen:
             raise TrimtabError(
                 f"{location}: id {name!r} is also that of row {seen[name]}; use another id column, or none"
             )
         seen[name] = number
         extra = {
-            column: _checked(_column(row, column, "extra", location), column, location) for column in options.extra
+            column: _require_json(_read_column(row, column, "extra", location), column, location)
+            for column in options.extra
         }
         problems.append(Problem(id=name, question=question, answer=answer, extra=extra))
     if not problems:
@@ -251,9 +256,9 @@ def build_task(
     name: str, options: RowOptions, problems: Sequence[Problem], held_out: Sequence[Problem] | None, where: str
 ) -> BuiltTask:
     """Returns a task over `problems`; `held_out` is the test split if it has a separate source."""
-    train, test = _split(problems, held_out, options, where)
+    train, test = _split_rows(problems, held_out, options, where)
     given, notes = len(train), []
-    if options.drop_duplicates and len(train := _distinct(train, test)) < given:
+    if options.drop_duplicates and len(train := _drop_repeated(train, test)) < given:
         notes.append(f"{where}: {len(train):,} of {given:,} training rows are kept, the others repeat a question")
     worked = options.columns.worked
     options, note = _choose_style(options, worked, train, where)
@@ -265,7 +270,7 @@ def build_task(
         train=train,
         test=test,
         template=template,
-        rewards=(_reward(options, template),),
+        rewards=(_choose_reward(options, template),),
         stop=stop,
         max_tokens=max_tokens,
         notes=(*notes, *note),
@@ -288,7 +293,7 @@ def _choose_style(
     return options.model_copy(update={"style": "chat"}), (f"{reason}: asked in a chat; {rows}, or set examples=0",)
 
 
-def _reward(options: RowOptions, template: Template) -> RewardSpec:
+def _choose_reward(options: RowOptions, template: Template) -> RewardSpec:
     form = options.columns.answer_format
     if isinstance(template, Chat) and template.answer == BOXED.answer:
         return RewardSpec("math")
@@ -297,18 +302,18 @@ def _reward(options: RowOptions, template: Template) -> RewardSpec:
     return RewardSpec("exact" if form == "text" else "numeric")
 
 
-def _question(row: Mapping[str, Any], source: str, location: str) -> str:
+def _read_question(row: Mapping[str, Any], source: str, location: str) -> str:
     """Returns the text of the column `source`, or, if `source` is a template, the text with all columns filled in."""
     texts: dict[str, str] = {}
     for name in COLUMN.findall(source) or [source]:
-        text = _column(row, name, "question", location)
+        text = _read_column(row, name, "question", location)
         if not isinstance(text, str) or not text.strip():
             raise TrimtabError(f"{location}: column {name!r} has no question text; fill it in or remove the row")
         texts[name] = text.strip()
     return texts[source] if source in texts else COLUMN.sub(lambda match: texts[match[1]], source).strip()
 
 
-def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> Any:
+def _read_column(row: Mapping[str, Any], column: str, option: str, location: str) -> Any:
     """Returns the value of a column. `a.0.b` is `b` in the first entry of `a`, unless a column is named `a.0.b`."""
     if column in row:
         return row[column]
@@ -326,7 +331,7 @@ def _column(row: Mapping[str, Any], column: str, option: str, location: str) -> 
     return value
 
 
-def _checked(value: Any, column: str, location: str) -> Any:
+def _require_json(value: Any, column: str, location: str) -> Any:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -337,7 +342,7 @@ def _checked(value: Any, column: str, location: str) -> Any:
     return value
 
 
-def _split(
+def _split_rows(
     problems: Sequence[Problem], held_out: Sequence[Problem] | None, options: RowOptions, where: str
 ) -> tuple[list[Problem], list[Problem]]:
     """Returns the training and the test problems. Rows with equal questions are in the same split."""
@@ -358,7 +363,7 @@ def _split(
     return train, test
 
 
-def _distinct(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem]:
+def _drop_repeated(train: Sequence[Problem], test: Sequence[Problem]) -> list[Problem]:
     """Returns the first training row of each question that is in no test row, ignoring case and spaces."""
     by_question = {" ".join(problem.question.casefold().split()): problem for problem in reversed([*test, *train])}
     kept = {id(problem) for problem in by_question.values()}

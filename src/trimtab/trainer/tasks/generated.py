@@ -43,7 +43,7 @@ class Arithmetic(TaskOptions):
     seed: int = Field(0, description="draws the problems and the worked examples")
 
     def build(self) -> BuiltTask:
-        pairs = self._pairs()
+        pairs = self._draw_pairs()
         # Both orders of a sum or product belong to the same split: a model that learned one knows the other.
         key = (lambda pair: tuple(sorted(pair))) if self.operation in "+*" else (lambda pair: pair)
         shots = pairs[:SHOT_POOL]
@@ -73,7 +73,7 @@ class Arithmetic(TaskOptions):
         """The smallest and the largest operand."""
         return (0 if self.digits == 1 else 10 ** (self.digits - 1)), 10**self.digits - 1
 
-    def _pairs(self) -> list[tuple[int, int]]:
+    def _draw_pairs(self) -> list[tuple[int, int]]:
         """Returns ordered pairs of operands in a random order that depends on the seed alone."""
         low, high = self._bounds
         span = high - low + 1
@@ -129,7 +129,7 @@ class Sort(TaskOptions):
 
         held_out = [make(text, f"test-{index}") for index, text in enumerate(test)]
         rows = self.digits - 1 if self.steps else 1
-        return _task("sort", Procedural(TRAIN_SIZE, train), held_out, rows * (self.digits + 1))
+        return _build_task("sort", Procedural(TRAIN_SIZE, train), held_out, rows * (self.digits + 1))
 
 
 class SwapSort(TaskOptions):
@@ -155,10 +155,10 @@ class SwapSort(TaskOptions):
         random.Random(f"swap-sort/{self.seed}").shuffle(rows)
         problems = [Problem(f"swap-sort-{row}", row, transcript(row)) for row in rows]
         train, test = problems[self.holdout :], problems[: self.holdout]
-        return _task("swap-sort", train, test, (self.digits - 1) * (self.digits + 4) + 2)
+        return _build_task("swap-sort", train, test, (self.digits - 1) * (self.digits + 4) + 2)
 
 
-def _task(name: str, train: Sequence[Problem], test: Sequence[Problem], max_tokens: int) -> BuiltTask:
+def _build_task(name: str, train: Sequence[Problem], test: Sequence[Problem], max_tokens: int) -> BuiltTask:
     return BuiltTask(
         name=name,
         train=train,
@@ -178,25 +178,24 @@ def insertions(text: str) -> str:
     return "=".join("".join(sorted(text[:count])) + text[count:] for count in range(2, len(text) + 1))
 
 
-def fewest_swaps(row: str) -> list[tuple[int, int]]:
-    """Returns the fewest swaps that sort a row of distinct digits, from left to right; positions count from 1."""
-    digits: list[str] = list(row)
-    swaps: list[tuple[int, int]] = []
+def fewest_swaps(row: str) -> list[tuple[str, str]]:
+    """Returns the fewest swaps that sort a row of distinct digits, from left to right, each with the row after it.
+
+    A swap is two positions, counted from 1, as in "13": "4213" -> [("13", "1243"), ("34", "1234")].
+    """
+    digits = list(row)
+    swaps: list[tuple[str, str]] = []
     for first, digit in enumerate(sorted(row)):
         second = digits.index(digit)
         if second != first:
             digits[first], digits[second] = digits[second], digits[first]
-            swaps.append((first + 1, second + 1))
+            swaps.append((f"{first + 1}{second + 1}", "".join(digits)))
     return swaps
 
 
 def transcript(row: str) -> str:
     """Returns the text of an episode with the fewest swaps: calls, results, and the last turn "=."."""
-    digits, text = list(row), ""
-    for first, second in fewest_swaps(row):
-        digits[first - 1], digits[second - 1] = digits[second - 1], digits[first - 1]
-        text += f"{first}{second}?{''.join(digits)}="
-    return text + "=."
+    return "".join(f"{swap}?{result}=" for swap, result in fewest_swaps(row)) + "=."
 
 
 # Entry i of a dataset is usually drawn with seed + i: with neighboring seeds, the two splits would share entries.

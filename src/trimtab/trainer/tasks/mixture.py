@@ -69,8 +69,8 @@ class MixtureOptions(TaskOptions):
         return Mixture(
             name="mixture",
             parts=parts,
-            train=_mixed({label: part.train for label, part in parts.items()}, weights),
-            test=_interleaved({label: part.test for label, part in parts.items()}, weights),
+            train=_mix({label: part.train for label, part in parts.items()}, weights),
+            test=_interleave({label: part.test for label, part in parts.items()}, weights),
             rewards=(RewardSpec("by-task", timeout=timeout, options={"rewards": specs}),),
             stop=stops.pop(),
             max_tokens=max(part.max_tokens for part in parts.values()),
@@ -108,7 +108,7 @@ class Mixture:
         return replace(self, parts=parts, stop=self.stop + stop)
 
 
-def _mixed(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> Sequence[Problem]:
+def _mix(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> Sequence[Problem]:
     """Returns the problems of an epoch, task after task; the number of problems of a task is given by its weight."""
     epoch = max(len(problems[label]) / weight for label, weight in weights.items())
     epoch = min(epoch, EPOCH / sum(weights.values()))
@@ -118,12 +118,12 @@ def _mixed(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, floa
     def make(index: int) -> Problem:
         which = bisect_right(ends, index)
         own, start = problems[labels[which]], ends[which - 1] if which else 0
-        return _labeled(labels[which], own[(index - start) % len(own)])
+        return _label(labels[which], own[(index - start) % len(own)])
 
     return Procedural(ends[-1], make)
 
 
-def _interleaved(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> list[Problem]:
+def _interleave(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str, float]) -> list[Problem]:
     """Returns all problems, interleaved so that the first n problems are roughly in proportion to the weights."""
     keyed = [
         ((place + 0.5) / weight, which, place)
@@ -131,8 +131,8 @@ def _interleaved(problems: Mapping[str, Sequence[Problem]], weights: Mapping[str
         for place in range(len(problems[label]))
     ]
     labels = list(weights)
-    return [_labeled(labels[which], problems[labels[which]][place]) for _, which, place in sorted(keyed)]
+    return [_label(labels[which], problems[labels[which]][place]) for _, which, place in sorted(keyed)]
 
 
-def _labeled(label: str, problem: Problem) -> Problem:
+def _label(label: str, problem: Problem) -> Problem:
     return replace(problem, id=f"{label}/{problem.id}", extra={**problem.extra, "task": label})

@@ -13,7 +13,7 @@ from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments import build
 from trimtab.trainer.environments.environment import call_tool, describe_tool
 from trimtab.trainer.environments.formats import Call, Tag, ToolError
-from trimtab.trainer.environments.openenv import OpenEnv, method_of, observation_text
+from trimtab.trainer.environments.openenv import OpenEnv, make_tool, read_observation
 
 SCHEMA = {
     "properties": {
@@ -27,7 +27,7 @@ SCHEMA = {
 
 
 def test_a_schema_becomes_a_method() -> None:
-    method = method_of("go", "Goes\n  there.", SCHEMA, lambda arguments: arguments)
+    method = make_tool("go", "Goes\n  there.", SCHEMA, lambda arguments: arguments)
     signature = inspect.signature(method)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
     assert defaults == {"self": inspect.Parameter.empty, "where": inspect.Parameter.empty, "often": 2, "level": None}
@@ -49,7 +49,7 @@ class Server(OpenEnv):
     async def _step(self, action: Any) -> Any:
         return action
 
-    go = method_of("go", "Goes.", SCHEMA, lambda arguments: {"sent": arguments})
+    go = make_tool("go", "Goes.", SCHEMA, lambda arguments: {"sent": arguments})
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_arguments_reach_the_server_as_they_are(arguments: Any, sent: dict[str, 
     ],
 )
 def test_the_text_of_an_observation(field: str | None, observation: dict[str, Any], text: str) -> None:
-    assert observation_text(observation, field) == text
+    assert read_observation(observation, field) == text
 
 
 def test_a_failed_tool_and_a_missing_field_are_errors() -> None:
     with pytest.raises(ValueError, match="too much"):
-        observation_text({"tool_name": "a", "error": {"message": "too much"}}, None)
+        read_observation({"tool_name": "a", "error": {"message": "too much"}}, None)
     with pytest.raises(Exception, match="no field 'score', only text"):
-        observation_text({"text": "hello"}, "score")
+        read_observation({"text": "hello"}, "score")
 
 
 def test_what_is_refused() -> None:

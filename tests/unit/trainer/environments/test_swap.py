@@ -71,10 +71,9 @@ def test_a_transcript_is_what_environment_and_format_do_with_its_calls(row: str)
     assert text.endswith("==." if fewest_swaps(row) else "=.")
     assert text.count("?") == len(fewest_swaps(row)) == len(row) - cycles(row)
     replayed = ""
-    for first, second in fewest_swaps(row):
-        call = f"{first}{second}?"
-        parsed = form.parse(call)
-        replayed += call + form.render(environment.swap(**parsed.arguments))  # pyright: ignore[reportCallIssue]
+    for swap, _ in fewest_swaps(row):
+        parsed = form.parse(f"{swap}?")
+        replayed += f"{swap}?" + form.render(environment.swap(**parsed.arguments))  # pyright: ignore[reportCallIssue]
     assert replayed + "=." == text
     assert environment.get_reward() == 1
 

@@ -22,7 +22,7 @@ from tests.unit.trainer.environments.test_episodes import (
 )
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.environments.background import BackgroundCall, EnvironmentFailed, EnvironmentThread, in_background
+from trimtab.trainer.environments.background import BackgroundCall, EnvironmentThread, in_background
 from trimtab.trainer.environments.episodes import EpisodeRunner, Episodes, reset_seed
 from trimtab.trainer.environments.formats import Tag
 from trimtab.types import Problem
@@ -211,20 +211,6 @@ def test_a_call_that_waits_for_a_slot_uses_up_no_time() -> None:
     release.set()
     assert second.wait(FOREVER)
     assert (first.value(), second.value()) == (True, "ran")
-
-
-def test_a_call_that_hangs_does_not_keep_its_slot() -> None:
-    slots, release = threading.Semaphore(1), threading.Event()
-    hanging = EnvironmentThread().start(BackgroundCall(release.wait, 0.1, slots=slots))
-    assert hanging.wait(FOREVER)
-    with pytest.raises(EnvironmentFailed, match=r"did not return within 0\.1 s"):
-        hanging.value()
-    next_one = EnvironmentThread().start(BackgroundCall(lambda: "ran", 30.0, slots=slots))
-    assert next_one.wait(10.0)
-    assert next_one.value() == "ran"
-    release.set()
-    assert slots.acquire(timeout=10.0)
-    assert not slots.acquire(blocking=False), "its slot was given back once"
 
 
 def test_a_thread_whose_call_hangs_is_replaced() -> None:

@@ -230,7 +230,7 @@ def test_a_name_that_another_one_begins_with_is_not_the_same():
         raise NotImplementedError
 
     specs = [RewardSpec("reasoning-gym"), RewardSpec(reasoning), RewardSpec(reasoning)]
-    assert [entry.name for entry in rewards.weighted(specs, SUM)] == ["reasoning-gym", "reasoning", "reasoning-2"]
+    assert [entry.name for entry in rewards.build_weighted(specs, SUM)] == ["reasoning-gym", "reasoning", "reasoning-2"]
 
 
 def moody(completion, problem):  # noqa: ARG001

@@ -70,8 +70,8 @@ def test_the_table_is_complete() -> None:
 
 def on_the_command_line(options: str, path: Path) -> tasks.Task:
     """As `trimtab eval --task file:path=...,OPTIONS` builds it."""
-    [what] = evaluate.tasks_of([f"file:path={path},holdout=1,{options}"], [], [])
-    return tasks.build(what.spec.name, **what.spec.options)
+    [spec] = evaluate.choose_tasks([f"file:path={path},holdout=1,{options}"], [], [])
+    return tasks.build(spec.name, **spec.options)
 
 
 def in_a_recipe(options: str, path: Path) -> tasks.Task:

@@ -24,12 +24,12 @@ def labels(problems: list[Problem]) -> Counter[str]:
 def test_an_epoch_has_every_problem_and_the_shares_of_the_weights() -> None:
     """Rows of 3 and 12 problems, weights 1 and 2: the second sets the epoch, 12 problems of it and 6 of the first."""
     problems = {name: [Problem(str(i), "q", "a") for i in range(size)] for name, size in (("a", 3), ("b", 12))}
-    epoch = list(mixture._mixed(problems, {"a": 1.0, "b": 2.0}))
+    epoch = list(mixture._mix(problems, {"a": 1.0, "b": 2.0}))
     assert Counter(problem.id for problem in epoch) == {
         **{f"a/{i}": 2 for i in range(3)},
         **{f"b/{i}": 1 for i in range(12)},
     }
-    held_out = mixture._interleaved(problems, {"a": 1.0, "b": 2.0})
+    held_out = mixture._interleave(problems, {"a": 1.0, "b": 2.0})
     assert [problem.id for problem in held_out[:6]] == ["b/0", "a/0", "b/1", "b/2", "a/1", "b/3"]
     assert len({problem.id for problem in held_out}) == 15
 
