@@ -22,8 +22,8 @@ from trimtab.objectives import Objective, PolicyLogps
 from trimtab.trainer.config import DISTILLATION, TOKEN_BASELINE, Config
 from trimtab.trainer.features.feature import Feature, ForwardPass, ProximalPass, Purpose
 from trimtab.trainer.models.logprobs import TokenScores, score
-from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.models.matmul import reused_casts
+from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.optim import (
     NonFiniteUpdateError,
     check_weights,
