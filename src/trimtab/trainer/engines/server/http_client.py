@@ -36,11 +36,18 @@ MAX_ANSWER_BYTES = 1 << 20
 
 
 class ServerUnavailable(Exception):
-    """The server did not answer or reported a temporary failure; a retry later or on another server may succeed."""
+    """The server did not answer or reported a temporary failure; a retry later or on another server may succeed.
+
+    `advice` says what to do if the retries fail, too.
+    """
+
+    advice = "raise engine.server.timeout if responses take longer"
 
 
 class WrongAnswer(ServerUnavailable):
     """The server gave an answer that cannot be right."""
+
+    advice = "check the server's version and options (docs/servers.md), and that its weights are finite"
 
 
 class RequestRejected(TrimtabError):

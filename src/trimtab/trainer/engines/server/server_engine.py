@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
+from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
 from trimtab.trainer.engines.decoding_rows import POLL_INTERVAL, DecodingRow, build_rows, grouped_completions
 from trimtab.trainer.engines.request import Prefixes, request_seed, validate_request, validate_vllm_temperature
@@ -41,8 +41,7 @@ class ServerEngine:
 
     Unfinished requests of a failed server move to the others. A server that returns gets the current weights and takes
     requests again. If all servers are lost, a call waits `reconnect_timeout` seconds for the first to return, then
-    raises `EngineDeadError`. Only unanswered requests are sent again, from their beginning and with the same seed. This
-    also holds for a call that is repeated after `EngineDeadError` under the same weights.
+    raises `EngineDeadError`. Only unanswered requests are sent again, from their beginning and with the same seed.
 
     Equal arguments and weights may give different tokens: a server's numerics depend on the other requests in its
     batch, and SGLang uses seeds only with an option. `policy_version` starts at 0.
@@ -77,8 +76,6 @@ class ServerEngine:
         protocol: ServerProtocol = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
         self._servers = [InferenceServer(check_url(url), protocol, settings.timeout, self._vocabulary) for url in urls]
         self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
-        # Weight version and results of the last call, if it raised `EngineDeadError`; otherwise without results.
-        self._known: tuple[int, dict[CompletionRequest, CompletionResult]] = (0, {})
         self._calls = 0
         run(wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, wait_for_all=True))
         self._model = self._common_model()
@@ -105,7 +102,6 @@ class ServerEngine:
         validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
         stop = StopChecker(self._tokenizer, self._eos, sampling)
         self._calls += 1
-        known, self._known = self._known, (self.policy_version, {})
         responses = CallResponses(
             build_rows(prompts, samples, sampling, prefixes, stop, self._vocabulary, multi_turn=turns is not None),
             prompts,
@@ -117,21 +113,10 @@ class ServerEngine:
             turns=turns,
             name=f"{self._folder.token}-{self._calls}",
         )
-        dispatch = RequestDispatch(
-            self._servers,
-            self._folder.current,
-            self._settings,
-            self.notify,
-            known=known[1] if known[0] == self.policy_version else {},
-        )
-        try:
-            run(responses.sample(dispatch, abort))
-        except EngineDeadError:
-            whole = {request: result for request, result in dispatch.results.items() if result.finish != "abort"}
-            self._known = (self.policy_version, whole)
-            raise
-        self.decoded_tokens += sum(len(result.ids) for result in dispatch.results.values())
-        self.prefilled_tokens += sum(len(request.ids) for request in dispatch.results)
+        dispatch = self._dispatch()
+        run(responses.sample(dispatch, abort))
+        self.decoded_tokens += dispatch.decoded_tokens
+        self.prefilled_tokens += dispatch.prefilled_tokens
         return grouped_completions(responses.rows, samples, self.policy_version, stop, entropies=False)
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
@@ -152,9 +137,9 @@ class ServerEngine:
             )
             for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
         ]
-        dispatch = RequestDispatch(self._servers, self._folder.current, self._settings, self.notify, known={})
-        run(dispatch.run([dispatch.ask(index, request) for index, request in enumerate(requests)], None))
-        return [np.asarray(dispatch.results[request].logp, dtype=np.float32) for request in requests]
+        dispatch = self._dispatch()
+        results = run(dispatch.run([dispatch.ask(index, request) for index, request in enumerate(requests)], None))
+        return [np.asarray(result.logp, dtype=np.float32) for result in results if result is not None]
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:  # noqa: ARG002
         """Loads named weights into every server that is alive; lost servers get the weights when they return.
@@ -177,6 +162,9 @@ class ServerEngine:
     def close(self) -> None:
         """Removes the published weights; the servers keep running, because they were started by someone else."""
         self._folder.remove()
+
+    def _dispatch(self) -> RequestDispatch:
+        return RequestDispatch(self._servers, self._folder.current, self._settings, self.notify)
 
     def _common_model(self) -> Model:
         first, *others = self._servers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -55,7 +55,7 @@ class CompletionRequest:
     temperature 1, as the server computes them for a prompt. `max_tokens` then equals `scored`.
     """
 
-    name: str = field(compare=False)  # unique among all requests of all trainers
+    name: str  # unique among all requests of all trainers
     ids: tuple[int, ...]  # of the prompt and of the response so far
     max_tokens: int  # largest number of new tokens
     seed: int  # 63 bits

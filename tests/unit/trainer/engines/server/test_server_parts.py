@@ -107,29 +107,24 @@ def test_results_that_no_server_can_have_sampled() -> None:
 class Answers(RequestDispatch):
     """Answers requests in order, remembers them, and aborts the call when there is no answer left."""
 
-    def __init__(
-        self,
-        *answers: CompletionResult,
-        known: dict[CompletionRequest, CompletionResult] | None = None,
-        aborts_waits: bool = False,
-    ) -> None:
-        super().__init__([], None, ServerConfig(kind="vllm"), lambda _: None, known or {})
+    def __init__(self, *answers: CompletionResult, aborts_waits: bool = False) -> None:
+        super().__init__([], None, ServerConfig(kind="vllm"), lambda _: None)
         self.asked: list[CompletionRequest] = []
         self._answers = list(answers)
         self._aborts_waits = aborts_waits
 
-    async def run(self, responses: Sequence[Coroutine[None, None, None]], abort: AbortSignal | None) -> None:
+    async def run(self, responses: Sequence[Coroutine[Any, Any, Any]], abort: AbortSignal | None) -> list[Any]:
         del abort
-        await asyncio.gather(*responses)
+        return await asyncio.gather(*responses)
 
     async def ask(self, response: int, request: CompletionRequest) -> CompletionResult | None:
+        del response
         self.aborted = not self._answers
-        if not self.aborted and request not in self._known:
-            self.asked.append(request)
-            self.results[request] = self._answers.pop(0)
-            self.aborted = self._aborts_waits
-            return self.results[request]
-        return await super().ask(response, request)
+        if self.aborted:
+            return None
+        self.asked.append(request)
+        self.aborted = self._aborts_waits
+        return self._answers.pop(0)
 
 
 def call(
@@ -234,16 +229,6 @@ def test_an_aborted_turn_goes_on_and_one_that_had_ended_is_handled_first(
     assert continued[: len(whole)] == whole
     assert len(continued) > len(whole)  # the observation
     assert handler.submitted == {(0, 0): 1 if rest else 2}
-
-
-def test_answers_of_a_call_that_failed_are_not_requested_again() -> None:
-    answers = Answers(CompletionResult(ids("c", "ab"), [-0.5] * 2, "stop"))
-    call(answers, [prompt([2])], TURNS, turns=ScriptedTurns(30))
-    again = Answers(CompletionResult([], [], "abort"), known=answers.results)
-    call(again, [prompt([2])], TURNS, turns=ScriptedTurns(30))
-    [request] = again.asked
-    assert request.ids[:3] == (2, *ids("c", "ab"))
-    assert len(again.results) == 2
 
 
 def test_seeds_are_of_a_response_and_another_one_for_its_rest() -> None:
