@@ -35,7 +35,6 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
@@ -236,11 +235,8 @@ class Handler(BaseHTTPRequestHandler):
         assert body["method"] == "load_published"
         if "reject" in self.service.options:
             raise AttributeError("'CPUWorker' object has no attribute 'load_published'")
-        path, entries = body["args"]
-        with Path(path).open("rb") as file:
-            shared = SharedWeights(file.fileno(), entries)
-            shared.close.detach()
-            self.service.load({name: tensor.clone() for name, tensor in shared})
+        [path] = body["args"]
+        self.service.load(load_file(path))
         return {"results": [[]]}  # for each worker, the parameters that were not loaded
 
     def vllm_reset_prefix_cache(self, _body: Any) -> Any:

@@ -24,7 +24,7 @@ from trimtab.trainer.engines.server.server_protocol import (
     TokenId,
     scored_result,
 )
-from trimtab.trainer.engines.weight_transfer import entries, require_all_loaded
+from trimtab.trainer.engines.weight_transfer import FILE, require_all_loaded
 from trimtab.types import SamplingParams
 
 EXTENSION = "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"
@@ -130,9 +130,8 @@ class VllmProtocol:
             # No request may run while weights change. No call waits for the requests that still run: they are aborted.
             await connection.call("/pause?mode=abort", {})
             try:
-                path, table = entries(folder)
                 with _add_advice(f"{folder} must be seen by the server (engine.server.folder); {START}"):
-                    body = {"method": "load_published", "args": [str(path), table]}
+                    body = {"method": "load_published", "args": [str(folder / FILE)]}
                     answer = await connection.ask(_NotLoaded, "/collective_rpc", body)
                 require_all_loaded(answer.results, connection.url)
                 if not (await connection.ask(_Outcome, "/reset_prefix_cache", {})).success:
