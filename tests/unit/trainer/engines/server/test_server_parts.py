@@ -21,8 +21,8 @@ from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config.sections import ServerConfig
-from trimtab.trainer.engines.decoding_rows import build_rows, grouped_completions
-from trimtab.trainer.engines.request import request_seed
+from trimtab.trainer.engines.decoding_rows import GenerateCall
+from trimtab.trainer.engines.request import EngineModel, request_seed
 from trimtab.trainer.engines.server import http_client
 from trimtab.trainer.engines.server.http_client import (
     Connection,
@@ -36,7 +36,6 @@ from trimtab.trainer.engines.server.server_engine import CallResponses
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, check_result
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
-from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.types import AbortSignal, Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, stop=("ab",))
@@ -134,21 +133,10 @@ def call(
     prefixes: list[list[Completion]] | None = None,
     turns: ScriptedTurns | None = None,
 ) -> list[Completion]:
-    stop = StopChecker(tokenizer(), {EOS}, sampling)
-    responses = CallResponses(
-        build_rows(prompts, 1, sampling, prefixes, stop, len(PIECES), multi_turn=turns is not None),
-        prompts,
-        sampling,
-        seed=3,
-        version=9,
-        stop=stop,
-        stop_ids=(EOS,),
-        turns=turns,
-        name="run-1",
-    )
-    asyncio.run(responses.sample(dispatch, None))
-    groups = grouped_completions(responses.rows, 1, 9, stop, entropies=False)
-    return [one for [one] in groups]
+    model = EngineModel(tokenizer(), frozenset({EOS}), len(PIECES), context=None)
+    asked = GenerateCall.begin(model, 9, prompts, 1, sampling, 3, prefixes, turns)
+    asyncio.run(CallResponses(asked, "run-1").sample(dispatch, None))
+    return [one for [one] in asked.completions()]
 
 
 def finished(answer: CompletionResult, prefix: Completion | None = None) -> Completion:
