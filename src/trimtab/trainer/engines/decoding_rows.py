@@ -190,8 +190,9 @@ class GenerateCall:
         validate_prefixes(prefixes, prompts, samples, sampling)
         validate_tokens(prefixes, prompts, stop, model.vocabulary, multi_turn=multi_turn)
         rows = [DecodingRow(p, s) for p in range(len(prompts)) for s in range(samples)]
-        for row in rows if prefixes is not None else ():
-            row.begin(prefixes[row.prompt][row.sample], sampling.max_tokens, multi_turn=multi_turn)
+        if prefixes is not None:
+            for row in rows:
+                row.begin(prefixes[row.prompt][row.sample], sampling.max_tokens, multi_turn=multi_turn)
         return cls(prompts, samples, sampling, seed, turns, version, stop, rows)
 
     def ids(self, row: DecodingRow) -> list[int]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.config.consistency import AUTHORIZATION, SET_AUTHORIZATION, address_problem
+from trimtab.trainer.config.consistency import AUTHORIZATION
 
 Result = TypeVar("Result")
 AnswerType = TypeVar("AnswerType", bound="Answer")
@@ -72,13 +72,17 @@ class Connection:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
+        try:
+            base_url = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise TrimtabError(f"engine.server.urls: {url!r} is not the base URL of a server: {error}") from error
         self.url = url
         self.stream: object | None = None
         self._timeout = timeout
         # The environment is not trusted: it may name a proxy, which would answer in the server's place.
         self._client = httpx2.AsyncClient(
             transport=open_transport(),
-            base_url=url,
+            base_url=base_url,
             headers={"Accept-Encoding": "identity", **authorization()},
             timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
             trust_env=False,
@@ -152,18 +156,6 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """
     with start_blocking_portal() as portal:
         return portal.call(lambda: coroutine)
-
-
-def check_url(url: str) -> str:
-    """Returns `url` without a trailing slash; raises `TrimtabError` unless it is `http(s)://host[:port]`."""
-    problem = address_problem("engine.server.urls", url, SET_AUTHORIZATION)
-    try:
-        httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        problem = problem or f"engine.server.urls: {url!r} is not the base URL of a server: {error}"
-    if problem:
-        raise TrimtabError(problem)
-    return url.rstrip("/")
 
 
 def authorization() -> dict[str, str]:

@@ -21,7 +21,7 @@ from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
 from trimtab.trainer.engines.decoding_rows import POLL_INTERVAL, DecodingRow, GenerateCall
 from trimtab.trainer.engines.request import EngineModel, Prefixes, request_seed, validate_vllm_temperature
-from trimtab.trainer.engines.server.http_client import check_url, run
+from trimtab.trainer.engines.server.http_client import run
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
 from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights, wait_for_servers
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
@@ -68,9 +68,8 @@ class ServerEngine:
         model = EngineModel.read(model_folder, tokenizer)
         self._manifest = WeightManifest.read(model_folder)
         protocol: ServerProtocol = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
-        self._servers = [InferenceServer(check_url(url), protocol, settings.timeout, model.vocabulary) for url in urls]
+        self._servers = [InferenceServer(url.rstrip("/"), protocol, settings.timeout, model.vocabulary) for url in urls]
         self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
-        self._calls = 0
         run(wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, wait_for_all=True))
         self.context = self._common_model().context  # of a sequence, in tokens; None if servers do not report it
         self._model = replace(model, context=self.context)
@@ -90,10 +89,8 @@ class ServerEngine:
         self._check(sampling)
         version = self.policy_version
         call = GenerateCall.begin(self._model, version, prompts, samples, sampling, seed, prefixes, turns)
-        self._calls += 1
-        responses = CallResponses(call, name=f"{self._folder.token}-{self._calls}")
         dispatch = self._dispatch()
-        run(responses.sample(dispatch, abort))
+        run(CallResponses(call, dispatch).sample(abort))
         self.decoded_tokens += dispatch.decoded_tokens
         self.prefilled_tokens += dispatch.prefilled_tokens
         return call.completions()
@@ -103,10 +100,8 @@ class ServerEngine:
 
         Prompt and response must leave room for one more token in the context. Raises what `generate` raises.
         """
-        self._calls += 1
         requests = [
             CompletionRequest(
-                name=f"{self._folder.token}-{self._calls}-{index}",
                 ids=(*prompt.ids.tolist(), *one.response_ids.tolist()),
                 max_tokens=len(one.response_ids),
                 seed=0,
@@ -114,7 +109,7 @@ class ServerEngine:
                 stop_ids=(),
                 scored=len(one.response_ids),
             )
-            for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
+            for prompt, one in zip(prompts, completions, strict=True)
         ]
         dispatch = self._dispatch()
         results = run(dispatch.run([dispatch.ask(index, request) for index, request in enumerate(requests)], None))
@@ -176,28 +171,27 @@ class CallResponses:
     """The responses of a call."""
 
     call: GenerateCall
-    name: str  # of the call, unique among all calls of all trainers
+    dispatch: RequestDispatch
 
-    async def sample(self, dispatch: RequestDispatch, abort: AbortSignal | None) -> None:
+    async def sample(self, abort: AbortSignal | None) -> None:
         """Samples all responses; responses that are not complete afterwards were aborted."""
         rows = [row for row in self.call.rows if not row.complete]
-        await dispatch.run([self._respond(row, index, dispatch) for index, row in enumerate(rows)], abort)
+        await self.dispatch.run([self._respond(row, index) for index, row in enumerate(rows)], abort)
 
-    async def _respond(self, row: DecodingRow, index: int, dispatch: RequestDispatch) -> None:
+    async def _respond(self, row: DecodingRow, index: int) -> None:
         """Samples the rest of a response until it is complete or the call is aborted."""
         if self.call.has_ended_turn(row):
-            await self._end_turn(row, dispatch)
+            await self._end_turn(row)
         while not row.complete:
-            result = await dispatch.ask(index, self._request(row))
+            result = await self.dispatch.ask(index, self._request(row))
             if result is None:
                 return
             if self._append(row, result):
-                await self._end_turn(row, dispatch)
+                await self._end_turn(row)
 
     def _request(self, row: DecodingRow) -> CompletionRequest:
         """Returns the request that continues a response."""
         return CompletionRequest(
-            name=f"{self.name}-{row.prompt}-{row.sample}-{len(row.ids)}",
             ids=tuple(self.call.ids(row)),
             max_tokens=self.call.room(row),
             # A server starts every seed at its first random number, so the seed depends on the length so far.
@@ -223,13 +217,13 @@ class CallResponses:
         row.complete = result.finish == "length" or self.call.room(row) <= 0
         return False
 
-    async def _end_turn(self, row: DecodingRow, dispatch: RequestDispatch) -> None:
+    async def _end_turn(self, row: DecodingRow) -> None:
         """Ends a turn: completes the response, or waits for the observation and appends it."""
         self.call.submit_turn(row)
         if self.call.turns is None or row.complete:
             return
         while (result := self.call.turns.result(row.prompt, row.sample, 0.0)) is None:
-            if dispatch.aborted:
+            if self.dispatch.aborted:
                 return
             await asyncio.sleep(POLL_INTERVAL)
         row.end_turn(result, self.call.sampling.max_tokens)

@@ -93,8 +93,7 @@ class InferenceServer:
         """Checks, once after each health check, that log-probs are those of the sampled distribution."""
         if self._processed:
             return
-        name, sampling = f"{request.name}-probe", self.protocol.probe
-        probe = replace(request, name=name, max_tokens=PROBE_TOKENS, sampling=sampling, stop_ids=())
+        probe = replace(request, max_tokens=PROBE_TOKENS, sampling=self.protocol.probe, stop_ids=())
         result = await self._sample(connection, probe)
         if result.finish == "abort":
             raise ServerUnavailable(f"{self.url} aborted the check of its log-probs")

@@ -55,7 +55,6 @@ class CompletionRequest:
     temperature 1, as the server computes them for a prompt. `max_tokens` then equals `scored`.
     """
 
-    name: str  # unique among all requests of all trainers
     ids: tuple[int, ...]  # of the prompt and of the response so far
     max_tokens: int  # largest number of new tokens
     seed: int  # 63 bits

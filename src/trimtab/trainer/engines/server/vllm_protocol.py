@@ -106,7 +106,6 @@ class VllmProtocol:
             **_COMMON,
             "model": model.name,
             "prompt": request.ids,
-            "request_id": request.name,
             "max_tokens": request.max_tokens,
             "top_k": request.sampling.top_k,
             "seed": request.seed,

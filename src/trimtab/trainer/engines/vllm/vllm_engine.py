@@ -108,22 +108,18 @@ class VllmEngine:
         self._require_weights()
         top_k = self._model.vocabulary if self._config.vllm.sampling_mask else 0  # see `_parameters`
         params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-        waiting = [
+        requests = [
             TokenRequest(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
             for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
         ]
+        joining = iter([requests])
         rows: dict[int, Sequence[float]] = {}
-
-        def joining(_idle: bool) -> list[TokenRequest]:
-            joined = waiting.copy()
-            waiting.clear()
-            return joined
 
         def on_tokens(index: int, delta: TokenDelta) -> bool:
             rows[index] = rows.get(index) or delta.prompt
             return True
 
-        self._runner.run(on_tokens, joining, None)
+        self._runner.run(on_tokens, lambda _idle: next(joining, []), None)
         return [
             np.asarray(rows[index][-len(one.response_ids) :], dtype=np.float32) for index, one in enumerate(completions)
         ]

@@ -75,7 +75,7 @@ TURN = 10_000
 
 def request(token: int) -> CompletionRequest:
     """The prompt, and the only token of its answer, is `token`: that of turn t of response i is i + TURN * t."""
-    return CompletionRequest(str(token), (token,), 4, token, SamplingParams(), ())
+    return CompletionRequest((token,), 4, token, SamplingParams(), ())
 
 
 class FakeNetwork:
