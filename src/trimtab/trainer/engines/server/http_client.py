@@ -31,8 +31,6 @@ CONNECT_TIMEOUT = 4.0
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 # Number of characters of a server's text that a message quotes.
 EXCERPT_LENGTH = 300
-# Bytes of the largest answer, apart from sampled tokens.
-MAX_ANSWER_BYTES = 1 << 20
 
 
 class ServerUnavailable(Exception):
@@ -88,18 +86,12 @@ class Connection:
             trust_env=False,
         )
 
-    async def ask(
-        self,
-        answer: type[AnswerType],
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> AnswerType:
+    async def ask(self, answer: type[AnswerType], path: str, body: Mapping[str, Any] | None = None) -> AnswerType:
         """Returns the answer to `call`, parsed as an instance of the class `answer`.
 
         Raises `WrongAnswer` if it is not JSON, or a key is missing or has a value of a wrong type or range.
         """
-        content = await self.call(path, body, max_bytes)
+        content = await self.call(path, body)
         try:
             return answer.model_validate_json(content)
         except ValidationError as error:
@@ -109,31 +101,27 @@ class Connection:
                 f"{self.url}{path} gave a wrong answer: {place}: {first['msg']}, got {reprlib.repr(first['input'])}"
             ) from error
 
-    async def call(self, path: str, body: Mapping[str, Any] | None = None, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Returns the answer to a POST of `body`, or to a GET if `body` is None.
 
-        Raises `ServerUnavailable` for a temporary failure, `RequestRejected` for another error status, and
-        `WrongAnswer` if the answer has more than `max_bytes` or is compressed.
+        Raises `ServerUnavailable` for a temporary failure, and `RequestRejected` for another error status.
         """
         url, self.stream = f"{self.url}{path}", None
         try:
-            async with (
-                asyncio.timeout(self._timeout),
-                self._client.stream("GET" if body is None else "POST", path, json=body) as response,
-            ):
-                content = await _read(response, url, max_bytes)
+            async with asyncio.timeout(self._timeout):
+                response = await self._client.request("GET" if body is None else "POST", path, json=body)
         except TimeoutError as error:
             raise ServerUnavailable(f"{url}: no answer within {self._timeout:g} s") from error
         except httpx2.RequestError as error:
             cause = _first_cause(error)
             raise ServerUnavailable(f"{url}: {type(cause).__name__}: {excerpt(cause)}") from error
         if response.status_code >= 300:
-            message = f"{url} answered {response.status_code}: {_message(content)}"
+            message = f"{url} answered {response.status_code}: {_message(response.content)}"
             if response.status_code in TRANSIENT:
                 raise ServerUnavailable(message)
             raise RequestRejected(message, response.status_code)
         self.stream = response.extensions.get("network_stream")
-        return content
+        return response.content
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -181,19 +169,6 @@ def _first_cause(error: BaseException) -> BaseException:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
-
-
-async def _read(response: httpx2.Response, url: str, max_bytes: int) -> bytes:
-    """Returns the body of a response; never holds more than `max_bytes` plus one network read in memory."""
-    encoding = response.headers.get("Content-Encoding", "identity")
-    if encoding.lower() not in ("identity", ""):
-        raise WrongAnswer(f"{url} answered with Content-Encoding {excerpt(encoding)!r}, which was not asked for")
-    content = bytearray()
-    async for part in response.aiter_bytes():
-        content += part
-        if len(content) > max_bytes:
-            raise WrongAnswer(f"{url} answered with more than {max_bytes} bytes, too many for what was asked")
-    return bytes(content)
 
 
 def _message(content: bytes) -> str:

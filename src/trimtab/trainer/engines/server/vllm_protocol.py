@@ -112,9 +112,9 @@ class VllmProtocol:
         }
         if request.scored:
             body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # a seed ends vLLM on a CPU at long prompts
-            [scored] = (await connection.ask(_Scores, "/v1/completions", body, request.max_bytes)).choices
+            [scored] = (await connection.ask(_Scores, "/v1/completions", body)).choices
             return scored_result(connection, request, [_by_id(entry) for entry in scored.prompt_logprobs])
-        [choice] = (await connection.ask(_Completion, "/v1/completions", body, request.max_bytes)).choices
+        [choice] = (await connection.ask(_Completion, "/v1/completions", body)).choices
         return CompletionResult(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason)
 
     def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:  # noqa: ARG002
