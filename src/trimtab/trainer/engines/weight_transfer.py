@@ -220,22 +220,18 @@ class WeightFolder:
         """Writes these weights to a new folder; returns the folder and a unique label of the weights."""
         self._count += 1
         folder = self._base / str(self._count)
-        temporary = folder.with_name(f".{folder.name}")
         try:
-            temporary.mkdir(parents=True, mode=0o755)
+            folder.mkdir(parents=True, mode=0o755)
             cast = {
                 name: tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else None).contiguous()
                 for name, tensor in tensors.items()
             }
-            save_file(cast, temporary / FILE)
+            save_file(cast, folder / FILE)
             # safetensors creates the file with mode 0600; the servers may run as another user.
-            (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
-            for path in (temporary / FILE, temporary):
-                sync(path)
-            temporary.rename(folder)
-            sync(self._base)
+            (folder / FILE).chmod(folder.stat().st_mode & 0o666)
+            sync(folder / FILE)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             message = getattr(error, "strerror", None) or error
             raise TrimtabError(
                 f"cannot write weights to {folder}: {message}; free space there or set engine.server.folder"
