@@ -10,19 +10,16 @@ JSON line for every request that samples, when it arrives and when its answer is
 on, each is held after T tokens until it is aborted, with an event `held`. {"logp": V, "every": N}: every N-th answer,
 or every one, has the log-prob V for all tokens. {"factor": F}: F times the tokens asked for. {"reject": true}: weights
 are refused. {"release": true}: all held requests are aborted, as by another client. {"replies": {PATH: {"body": B}}}:
-what PATH is answered with, as text in latin-1; with "encoding": "gzip" compressed, and with "endless": true repeated
-until the client closes the connection.
+what PATH is answered with, as text in latin-1.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +32,6 @@ import torch
 from safetensors.torch import load_file
 
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.weight_transfer import SharedWeights
 from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
 
@@ -143,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(None)
             return
         if reply := self.service.options.get("replies", {}).get(parts.path):
-            self._send(**reply)
+            self._send(reply["body"].encode("latin-1"))
             return
         name = f"{self.service.kind}_{parts.path.strip('/').replace('/', '_')}"
         method = getattr(self, name, None)
@@ -157,21 +153,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         self._reply(reply)
 
-    def _send(self, body: str, encoding: str = "identity", *, endless: bool = False) -> None:
-        """Answers with any bytes; those of an endless answer are sent in chunks."""
-        data = body.encode("latin-1")
-        data = gzip.compress(data) if encoding == "gzip" else data
-        self.send_response(200)
-        self.send_header("Content-Encoding", encoding)
-        self.send_header(*(("Transfer-Encoding", "chunked") if endless else ("Content-Length", str(len(data)))))
-        self.end_headers()
-        with suppress(ConnectionError):
-            while endless:
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-            self.wfile.write(data)
-
     def _reply(self, body: Any, status: int = 200) -> None:
-        data = b"" if body is None else json.dumps(body).encode()
+        self._send(b"" if body is None else json.dumps(body).encode(), status)
+
+    def _send(self, data: bytes, status: int = 200) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -236,11 +221,8 @@ class Handler(BaseHTTPRequestHandler):
         assert body["method"] == "load_published"
         if "reject" in self.service.options:
             raise AttributeError("'CPUWorker' object has no attribute 'load_published'")
-        path, entries = body["args"]
-        with Path(path).open("rb") as file:
-            shared = SharedWeights(file.fileno(), entries)
-            shared.close.detach()
-            self.service.load({name: tensor.clone() for name, tensor in shared})
+        [path] = body["args"]
+        self.service.load(load_file(path))
         return {"results": [[]]}  # for each worker, the parameters that were not loaded
 
     def vllm_reset_prefix_cache(self, _body: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of a decoding batch: responses during decoding (`DecodingRow`), and the results of turns (`TurnExchange`)."""
+"""One generate call of any engine: the call, its responses during decoding, and the results of their turns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.trainer.engines.request import Prefixes, validate_prefixes, validate_tokens
+from trimtab.trainer.engines.request import EngineModel, Prefixes, validate_prefixes, validate_request, validate_tokens
 from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.types import (
     EXTERNAL_VERSION,
@@ -46,7 +46,7 @@ class DecodingRow:
     prefix: Completion | None = None
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
-    entropy: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)  # shorter than `ids` if the engine or `prefix` has no entropies
     kept: list[NDArray[np.int64]] = field(default_factory=list)  # sampling mask of each token; empty if not truncated
     top: list[TopRow] = field(default_factory=list)  # ids and log-probs of the most probable ids of each token
     # Routed experts of prompt and response, if recorded: parts (tokens, layers, k), filled from the first step on.
@@ -58,6 +58,22 @@ class DecodingRow:
     observation: deque[int] = field(default_factory=deque)  # its tokens that are not appended yet
     waiting: bool = False  # for the result of the last turn
     due: int = 0  # the decoding step at which that result is applied
+
+    def begin(self, prefix: Completion, max_tokens: int, *, multi_turn: bool) -> None:
+        """Begins with a prefix, which may be empty."""
+        if len(prefix.response_ids) == 0:
+            return
+        self.prefix, whole = prefix, len(prefix.response_ids) == max_tokens
+        # An aborted call also returns responses that had already ended.
+        self.complete = prefix.finish_reason != "abort" if multi_turn else prefix.finish_reason == "stop" or whole
+        self.finish = "stop" if self.complete and prefix.finish_reason == "stop" else "length"
+        self.ids, self.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
+        self.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
+        self.kept = list(prefix.sampling_mask or ())
+        self.top = [] if prefix.top is None else list(zip(prefix.top.ids, prefix.top.logps, strict=True))
+        self.sampled = prefix.sampled.tolist()
+        observed = np.flatnonzero(~prefix.sampled)
+        self.turn_start = int(observed[-1]) + 1 if len(observed) else 0
 
     @property
     def prefix_length(self) -> int:
@@ -71,20 +87,11 @@ class DecodingRow:
     def turn_ids(self) -> list[int]:
         return self.ids[self.turn_start :] if self.turn_start else self.ids
 
-    def room(self, max_tokens: int, max_turn_tokens: int | None) -> int:
-        """Returns how many more tokens fit into both the response and its last turn."""
-        room = max_tokens - len(self.ids)
-        return room if max_turn_tokens is None else min(room, max_turn_tokens - (len(self.ids) - self.turn_start))
-
     def completion(self, version: int, stop: StopChecker) -> Completion:
-        """Returns the whole response. Tokens sampled after the prefix have the policy version `version`.
-
-        If the prefix has no entropies, the response has none.
-        """
+        """Returns the whole response. Tokens sampled after the prefix have the policy version `version`."""
         old = () if self.prefix is None else self.prefix.policy_version
         sampled = np.array(self.sampled, dtype=np.bool_)
         new = np.where(sampled[self.prefix_length :], version, EXTERNAL_VERSION)
-        no_entropy = self.prefix is not None and self.prefix.entropy is None
         routes = np.concatenate(self.routes) if self.routes else None
         if self.prefix is not None and len(new) == 0:
             routes = self.prefix.routed_experts
@@ -94,7 +101,7 @@ class DecodingRow:
             policy_version=np.concatenate([np.asarray(old, dtype=np.int64), new]),
             finish_reason=self.finish,
             text=stop.text(self.turn_ids),
-            entropy=None if no_entropy else np.array(self.entropy, dtype=np.float32),
+            entropy=np.array(self.entropy, dtype=np.float32) if len(self.entropy) == len(self.ids) else None,
             sampling_mask=tuple(self.kept) if self.kept else None,
             routed_experts=routes,
             loss_mask=None if sampled.all() else sampled,
@@ -102,17 +109,18 @@ class DecodingRow:
         )
 
     def append(
-        self, token: int, logp: float, entropy: float, kept: NDArray[np.int64] | None, top: TopRow | None = None
+        self, token: int, logp: float, entropy: float | None, kept: NDArray[np.int64] | None, top: TopRow | None = None
     ) -> None:
         """Appends a sampled token. If an observation is being appended, appends its next token instead."""
         observed = bool(self.observation)
         if observed:
-            token, logp, entropy = self.observation.popleft(), math.nan, math.nan
+            token, logp, entropy = self.observation.popleft(), math.nan, None if entropy is None else math.nan
             kept = None if kept is None else np.array([token])
             top = None if top is None else (np.full_like(top[0], -1), np.full_like(top[1], -np.inf))
         self.ids.append(token)
         self.logp.append(logp)
-        self.entropy.append(entropy)
+        if entropy is not None:
+            self.entropy.append(entropy)
         self.sampled.append(not observed)
         if kept is not None:
             self.kept.append(kept)
@@ -123,9 +131,9 @@ class DecodingRow:
 
     def append_observation(self, *, truncated: bool) -> None:
         """Appends the whole observation. `truncated`: whether tokens have sampling masks."""
-        top = self.top[-1] if self.top else None
+        entropy, top = math.nan if self.entropy else None, self.top[-1] if self.top else None
         while self.observation:
-            self.append(0, math.nan, math.nan, np.empty(0, np.int64) if truncated else None, top)
+            self.append(0, math.nan, entropy, np.empty(0, np.int64) if truncated else None, top)
 
     def drop_partial_observation(self) -> None:
         """Removes an observation that was appended only in part; a later call handles its turn again."""
@@ -136,14 +144,6 @@ class DecodingRow:
                 if values:
                     values.pop()
         self.observation.clear()
-
-    def submit_turn(self, handler: TurnHandler | None, version: int, stop: StopChecker) -> None:
-        """Ends the turn at a stop: submits it to the handler, or completes the response if there is no handler."""
-        finish = "stop" if handler is None else handler.submit(self.prompt, self.sample, self.completion(version, stop))
-        if finish is None:
-            self.waiting = True
-        else:
-            self.finish, self.complete = finish, True
 
     def end_turn(self, result: TurnResult, max_tokens: int) -> None:
         """Applies the result of the last turn: the response is complete, or has an observation to append.
@@ -159,71 +159,86 @@ class DecodingRow:
         self.observation.extend(result.ids.tolist())
 
 
-def build_rows(
-    prompts: Sequence[Prompt],
-    samples: int,
-    sampling: SamplingParams,
-    prefixes: Prefixes | None,
-    stop: StopChecker,
-    vocabulary: int,
-    *,
-    multi_turn: bool,
-) -> list[DecodingRow]:
-    """Returns `samples` rows for each prompt, prompt by prompt."""
-    validate_prefixes(prefixes, prompts, samples, sampling)
-    validate_tokens(prefixes, prompts, stop, vocabulary, multi_turn=multi_turn)
-    rows = [DecodingRow(p, s) for p in range(len(prompts)) for s in range(samples)]
-    if prefixes is None:
-        return rows
-    for row in rows:
-        prefix = prefixes[row.prompt][row.sample]
-        if len(prefix.response_ids) == 0:
-            continue
-        row.prefix, whole = prefix, len(prefix.response_ids) == sampling.max_tokens
-        # An aborted call also returns responses that had already ended.
-        row.complete = prefix.finish_reason != "abort" if multi_turn else prefix.finish_reason == "stop" or whole
-        row.finish = "stop" if row.complete and prefix.finish_reason == "stop" else "length"
-        row.ids, row.logp = prefix.response_ids.tolist(), prefix.logp_behavior.tolist()
-        row.entropy = [] if prefix.entropy is None else prefix.entropy.tolist()
-        row.kept = list(prefix.sampling_mask or ())
-        row.top = [] if prefix.top is None else list(zip(prefix.top.ids, prefix.top.logps, strict=True))
-        row.sampled = prefix.sampled.tolist()
-        observed = np.flatnonzero(~prefix.sampled)
-        row.turn_start = int(observed[-1]) + 1 if len(observed) else 0
-    return rows
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateCall:
+    """The arguments of one `Engine.generate` call, which were validated, and the rows of its responses."""
 
+    prompts: Sequence[Prompt]
+    samples: int
+    sampling: SamplingParams
+    seed: int
+    turns: TurnHandler | None  # decides what follows a turn; if it is None, a stop ends the response
+    version: int  # policy version of the weights
+    stop: StopChecker
+    rows: list[DecodingRow]  # prompt by prompt
 
-def grouped_completions(
-    rows: Sequence[DecodingRow], samples: int, version: int, stop: StopChecker, *, entropies: bool = True
-) -> list[list[Completion]]:
-    """Returns the responses to each prompt. Incomplete rows were aborted; they keep their tokens so far."""
-    for row in rows:
-        if not row.complete:
-            row.finish = "abort"
-            row.drop_partial_observation()
-    done = [row.completion(version, stop) for row in rows]
-    done = done if entropies else [replace(one, entropy=None) for one in done]
-    return [done[start : start + samples] for start in range(0, len(done), samples)]
+    @classmethod
+    def begin(
+        cls,
+        model: EngineModel,
+        version: int,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingParams,
+        seed: int,
+        prefixes: Prefixes | None,
+        turns: TurnHandler | None,
+    ) -> GenerateCall:
+        """Validates the arguments; the rows begin with the prefixes."""
+        validate_request(model, prompts, samples, sampling, seed)
+        stop, multi_turn = StopChecker(model.tokenizer, model.eos_ids, sampling), turns is not None
+        validate_prefixes(prefixes, prompts, samples, sampling)
+        validate_tokens(prefixes, prompts, stop, model.vocabulary, multi_turn=multi_turn)
+        rows = [DecodingRow(p, s) for p in range(len(prompts)) for s in range(samples)]
+        if prefixes is not None:
+            for row in rows:
+                row.begin(prefixes[row.prompt][row.sample], sampling.max_tokens, multi_turn=multi_turn)
+        return cls(prompts, samples, sampling, seed, turns, version, stop, rows)
+
+    def ids(self, row: DecodingRow) -> list[int]:
+        """Returns the ids of the prompt and of the response so far."""
+        return [*self.prompts[row.prompt].ids.tolist(), *row.ids]
+
+    def room(self, row: DecodingRow) -> int:
+        """Returns how many more tokens fit into both the response and its last turn."""
+        room = self.sampling.max_tokens - len(row.ids)
+        limit = None if self.turns is None else self.turns.max_turn_tokens
+        return room if limit is None else min(room, limit - (len(row.ids) - row.turn_start))
+
+    def has_ended_turn(self, row: DecodingRow) -> bool:
+        """Returns whether a turn of the response had ended when an earlier call was aborted."""
+        if self.turns is None or row.complete or not row.turn_ids:
+            return False
+        return self.stop.ended([row.turn_ids])[0]
+
+    def submit_turn(self, row: DecodingRow) -> None:
+        """Ends the turn at a stop: submits it to the handler, or completes the response if there is no handler."""
+        finish: FinishReason | None = "stop"
+        if self.turns is not None:
+            finish = self.turns.submit(row.prompt, row.sample, row.completion(self.version, self.stop))
+        if finish is None:
+            row.waiting = True
+        else:
+            row.finish, row.complete = finish, True
+
+    def completions(self) -> list[list[Completion]]:
+        """Returns the responses to each prompt. Incomplete rows were aborted; they keep their tokens so far."""
+        for row in self.rows:
+            if not row.complete:
+                row.finish = "abort"
+                row.drop_partial_observation()
+        done = [row.completion(self.version, self.stop) for row in self.rows]
+        return [done[start : start + self.samples] for start in range(0, len(done), self.samples)]
 
 
 class TurnExchange:
     """Detects the ends of responses and turns in one call, and applies the results of turns.
 
-    Call `join` once for each decoding step. `handler` decides what follows a turn; if it is None, a stop ends the
-    response. `abort` ends every wait.
+    Call `join` once for each decoding step. `abort` ends every wait.
     """
 
-    def __init__(
-        self,
-        handler: TurnHandler | None,
-        abort: AbortSignal | None,
-        stop: StopChecker,
-        version: int,
-        sampling: SamplingParams,
-    ) -> None:
-        self.handler = handler
-        self._abort, self._stop, self._version, self._sampling = abort, stop, version, sampling
-        self._max_turn_tokens = None if handler is None else handler.max_turn_tokens
+    def __init__(self, call: GenerateCall, abort: AbortSignal | None) -> None:
+        self._call, self._abort = call, abort
         self._step = 0
         self._waiting: list[DecodingRow] = []  # in the order in which their turns ended
 
@@ -231,31 +246,29 @@ class TurnExchange:
     def aborted(self) -> bool:
         return self._abort is not None and self._abort.is_set()
 
-    def resume(self, rows: Sequence[DecodingRow]) -> None:
+    def resume(self) -> None:
         """Submits turns that had ended when an earlier call was aborted, and applies their results.
 
         If this call is aborted too, rows without a result stay `waiting` and keep their finish reason.
         """
-        if self.handler is None:
-            return
-        for row in rows:
-            if not row.complete and row.turn_ids and self._stop.ended([row.turn_ids])[0]:
+        for row in self._call.rows:
+            if self._call.has_ended_turn(row):
                 self._submit(row)
         while joined := self.join(idle=True):
             for row in joined:
-                row.append_observation(truncated=self._sampling.truncated)
+                row.append_observation(truncated=self._call.sampling.truncated)
 
     def detect_ends(self, rows: Sequence[DecodingRow]) -> None:
         """Ends the turn of each row whose last token is a stop, and completes rows without room for another token."""
         rows = [row for row in rows if row.sampled[-1]]  # a stop in an observation ends nothing
-        for row, ended in zip(rows, self._stop.ended([row.turn_ids for row in rows]), strict=True):
+        for row, ended in zip(rows, self._call.stop.ended([row.turn_ids for row in rows]), strict=True):
             if ended:
                 self._submit(row)
             else:
-                row.complete = row.room(self._sampling.max_tokens, self._max_turn_tokens) <= 0
+                row.complete = self._call.room(row) <= 0
 
     def _submit(self, row: DecodingRow) -> None:
-        row.submit_turn(self.handler, self._version, self._stop)
+        self._call.submit_turn(row)
         if row.waiting:
             row.due = self._step + DELAY
             self._waiting.append(row)
@@ -289,13 +302,13 @@ class TurnExchange:
 
     def _poll(self, row: DecodingRow, deadline: float | None) -> bool:
         """Applies the result of a turn if it is known before `deadline` (None: do not wait); returns whether it is."""
-        assert self.handler is not None
+        assert self._call.turns is not None
         while True:
             wait = 0.0 if deadline is None else max(0.0, min(POLL_INTERVAL, deadline - time.monotonic()))
-            result = self.handler.result(row.prompt, row.sample, wait)
+            result = self._call.turns.result(row.prompt, row.sample, wait)
             if result is not None:
                 self._waiting.remove(row)
-                row.end_turn(result, self._sampling.max_tokens)
+                row.end_turn(result, self._call.sampling.max_tokens)
                 return True
             if wait == 0 or self.aborted:
                 return False

@@ -1,13 +1,17 @@
-"""Validation of generate requests and of their prefixes, shared by all engines."""
+"""What every engine knows of its model, and the validation of generate requests and of their prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.stopping import StopChecker
+from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.models.routing import RouterInfo, require_known_experts
 from trimtab.types import Completion, Prompt, SamplingParams
 
@@ -19,26 +23,32 @@ Prefixes = Sequence[Sequence[Completion]]  # by prompt and sample
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """What an engine knows of its model."""
+
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    vocabulary: int  # number of token ids
+    context: int | None  # largest number of positions; None for no limit
+
+    @classmethod
+    def read(cls, folder: Path | str, tokenizer: Any) -> EngineModel:
+        """Returns what the config files of a model folder say."""
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        context = getattr(config, "max_position_embeddings", None)
+        return cls(tokenizer, eos_ids(tokenizer, config, generation_config(folder)), config.vocab_size, context)
+
+
 def request_seed(seed: int, *key: int) -> int:
     """Returns the 63-bit seed of one request, from the seed of the call and the request's key."""
     return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def validate_request(
-    prompts: Sequence[Prompt],
-    samples: int,
-    sampling: SamplingParams,
-    seed: int,
-    *,
-    vocabulary: int,
-    context: int | None,
+    model: EngineModel, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, seed: int
 ) -> None:
-    """Validates the arguments of `Engine.generate` before anything is sampled.
-
-    Args:
-        vocabulary: the number of token ids of the model.
-        context: the largest number of positions of the model; None for no limit.
-    """
+    """Validates the arguments of `Engine.generate` before anything is sampled."""
     if samples < 1 or sampling.max_tokens < 1:
         raise TrimtabError(f"samples = {samples}, max_tokens = {sampling.max_tokens}: both must be at least 1")
     if seed < 0:
@@ -52,15 +62,15 @@ def validate_request(
         length = len(prompt.ids)
         if length == 0:
             raise TrimtabError(f"prompt {prompt.problem.id!r} has no tokens; there is nothing to continue")
-        if np.min(prompt.ids) < 0 or np.max(prompt.ids) >= vocabulary:
+        if np.min(prompt.ids) < 0 or np.max(prompt.ids) >= model.vocabulary:
             raise TrimtabError(
-                f"prompt {prompt.problem.id!r} has token ids outside the model's vocabulary of {vocabulary}; "
+                f"prompt {prompt.problem.id!r} has token ids outside the model's vocabulary of {model.vocabulary}; "
                 "encode it with the model's own tokenizer"
             )
-        if context is not None and length + sampling.max_tokens > context:
+        if model.context is not None and length + sampling.max_tokens > model.context:
             raise TrimtabError(
                 f"prompt {prompt.problem.id!r} has {length} tokens and max_tokens is {sampling.max_tokens}, "
-                f"but the model's context holds {context}; shorten the prompt or lower max_tokens"
+                f"but the model's context holds {model.context}; shorten the prompt or lower max_tokens"
             )
 
 

@@ -15,12 +15,12 @@ class StopChecker:
     """Decides after each token whether a response is complete.
 
     A stop string may begin and end inside tokens. The token that completes it stays in the response, so that ids and
-    log-probs remain exactly what was sampled; only the text is cut, before the stop string.
+    log-probs remain exactly what was sampled; only the text is cut, before the stop string. `ids` are the stop ids.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Iterable[int], sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._ids = frozenset() if sampling.ignore_stop else frozenset(eos_ids) | frozenset(sampling.stop_ids)
+        self.ids = frozenset() if sampling.ignore_stop else frozenset(eos_ids) | frozenset(sampling.stop_ids)
         self._strings = () if sampling.ignore_stop else tuple(text for text in sampling.stop if text)
         # Number of last tokens that are searched for a stop string: one per byte of the string, because a token has at
         # least one byte. The margin is for special tokens and for a leading space, which a decoder may drop.
@@ -29,7 +29,7 @@ class StopChecker:
 
     def ended(self, responses: Sequence[Sequence[int]]) -> list[bool]:
         """Returns, for each response so far, whether its last token completes it."""
-        by_id = [ids[-1] in self._ids for ids in responses]
+        by_id = [ids[-1] in self.ids for ids in responses]
         if not self._strings:
             return by_id
         return [

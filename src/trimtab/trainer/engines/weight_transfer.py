@@ -11,7 +11,6 @@ not apply. `WeightFolder` is for servers: one safetensors file in a folder that 
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -43,8 +42,6 @@ SUMMED_WEIGHTS, SUMMED_VALUES = 8, 4096  # numbers of weights, and of values of 
 MEMORY = Path("/dev/shm")
 PREFIX = "trimtab-weights-"
 FILE = "model.safetensors"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "BOOL": "bool", "U8": "uint8"}
-_DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -223,22 +220,18 @@ class WeightFolder:
         """Writes these weights to a new folder; returns the folder and a unique label of the weights."""
         self._count += 1
         folder = self._base / str(self._count)
-        temporary = folder.with_name(f".{folder.name}")
         try:
-            temporary.mkdir(parents=True, mode=0o755)
+            folder.mkdir(parents=True, mode=0o755)
             cast = {
                 name: tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else None).contiguous()
                 for name, tensor in tensors.items()
             }
-            save_file(cast, temporary / FILE)
+            save_file(cast, folder / FILE)
             # safetensors creates the file with mode 0600; the servers may run as another user.
-            (temporary / FILE).chmod(temporary.stat().st_mode & 0o666)
-            for path in (temporary / FILE, temporary):
-                sync(path)
-            temporary.rename(folder)
-            sync(self._base)
+            (folder / FILE).chmod(folder.stat().st_mode & 0o666)
+            sync(folder / FILE)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             message = getattr(error, "strerror", None) or error
             raise TrimtabError(
                 f"cannot write weights to {folder}: {message}; free space there or set engine.server.folder"
@@ -251,31 +244,18 @@ class WeightFolder:
     def read(self) -> Iterator[tuple[str, Tensor]]:
         if self.current is None:
             raise TrimtabError("the servers have not been given any weights yet: publish first")
-        with safe_open(self.current / FILE, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
-                yield name, file.get_tensor(name)
+        yield from read_weights(self.current / FILE)
 
     def remove(self) -> None:
         self._finalizer()
         self.current = None
 
 
-def entries(folder: Path) -> tuple[Path, list[Entry]]:
-    """Returns the file in a published folder and the entries of its weights (`SharedWeights`).
-
-    Raises `TrimtabError` if the dtype of a weight is not in `_DTYPES`.
-    """
-    path = folder / FILE
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    table: list[Entry] = []
-    for name, item in header.items():
-        if item["dtype"] not in _DTYPES:
-            raise TrimtabError(f"weight {name!r} is of type {item['dtype']}: servers take {', '.join(_DTYPES)}")
-        table.append([name, _DTYPES[item["dtype"]], item["shape"], 8 + size + item["data_offsets"][0]])
-    return path, table
+def read_weights(file: Path | str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of a safetensors file."""
+    with safe_open(file, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118  (not a mapping)
+            yield name, weights.get_tensor(name)
 
 
 def _remove(home: Path, owner: int) -> None:

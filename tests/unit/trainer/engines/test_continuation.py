@@ -27,7 +27,7 @@ from tests.support.engines import (
 from trimtab.errors import TrimtabError
 from trimtab.trainer.engines.embedded import decoder, embedded_engine
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.engines.request import validate_request, validate_vllm_temperature
+from trimtab.trainer.engines.request import EngineModel, validate_request, validate_vllm_temperature
 from trimtab.trainer.models import laboratory
 from trimtab.types import Completion, SamplingParams
 
@@ -251,7 +251,8 @@ def test_a_whole_response_comes_back_as_it_is_and_costs_nothing() -> None:
 
 
 def test_requests_that_cannot_be_sampled_are_refused() -> None:
-    validate_request([prompt([1, 2])], 1, SamplingParams(max_tokens=8), 0, vocabulary=3, context=10)
+    model = EngineModel(None, frozenset(), vocabulary=3, context=10)
+    validate_request(model, [prompt([1, 2])], 1, SamplingParams(max_tokens=8), 0)
     for asked, samples, sampling, seed, message in [
         ([1], 0, SamplingParams(), 0, "samples = 0"),
         ([1], 1, SamplingParams(max_tokens=0), 0, "max_tokens = 0"),
@@ -263,7 +264,7 @@ def test_requests_that_cannot_be_sampled_are_refused() -> None:
         ([1, 2, 0], 1, SamplingParams(max_tokens=8), 0, "context holds 10"),
     ]:
         with pytest.raises(TrimtabError, match=message):
-            validate_request([prompt(asked)], samples, sampling, seed, vocabulary=3, context=10)
+            validate_request(model, [prompt(asked)], samples, sampling, seed)
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])

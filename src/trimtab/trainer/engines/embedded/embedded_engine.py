@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.decoding_rows import DecodingRow, TurnExchange, build_rows, grouped_completions
+from trimtab.trainer.engines.decoding_rows import DecodingRow, GenerateCall, TurnExchange
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder, plan_prefill
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
 from trimtab.trainer.engines.embedded.sampling import SampledTokens, sample_tokens, uniform_draws
 from trimtab.trainer.engines.embedded.shared_prompt_decoder import LlamaBlocks, SharedPromptDecoder, supports
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
-from trimtab.trainer.engines.request import Prefixes, validate_request, validate_routes
-from trimtab.trainer.engines.stopping import StopChecker, eos_ids
+from trimtab.trainer.engines.request import EngineModel, Prefixes, validate_routes
+from trimtab.trainer.engines.stopping import eos_ids
 from trimtab.trainer.engines.weight_transfer import SUMMED_WEIGHTS, WeightManifest, checksum
 from trimtab.trainer.models.architecture import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import round_up
@@ -67,9 +67,13 @@ class EmbeddedEngine:
         self.policy_version = 0
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
-        self._tokenizer = tokenizer
-        self._eos = eos_ids(tokenizer, model.config, getattr(model, "generation_config", None))
         self._model = _copy_model(model, dtype)
+        self._specification = EngineModel(
+            tokenizer,
+            eos_ids(tokenizer, model.config, getattr(model, "generation_config", None)),
+            vocabulary=model.get_input_embeddings().num_embeddings,
+            context=getattr(model.config, "max_position_embeddings", None),
+        )
         self._invariant = is_invariant(self._model)
         self._blocks = LlamaBlocks(self._model) if supports(self._model) else None
         self._manifest = WeightManifest.of(self._model)
@@ -99,29 +103,26 @@ class EmbeddedEngine:
         of a call without abort. This holds in float32 and with invariant numerics; in bfloat16, the keys and values of
         a prefix are rounded slightly differently.
         """
-        vocabulary = self._model.get_input_embeddings().num_embeddings
-        context = getattr(self._model.config, "max_position_embeddings", None)
-        validate_request(prompts, samples, sampling, seed, vocabulary=vocabulary, context=context)
-        stop = StopChecker(self._tokenizer, self._eos, sampling)
-        rows = build_rows(prompts, samples, sampling, prefixes, stop, vocabulary, multi_turn=turns is not None)
+        version = self.policy_version
+        call = GenerateCall.begin(self._specification, version, prompts, samples, sampling, seed, prefixes, turns)
         if self._routes:
             validate_routes(prefixes, prompts, router_info(self._model))
-        for row in rows:
+        for row in call.rows:
             row.uniform_draws = uniform_draws(seed, row.prompt, row.sample, sampling.max_tokens)
-        exchange = TurnExchange(turns, abort, stop, self.policy_version, sampling)
-        exchange.resume(rows)
+        exchange = TurnExchange(call, abort)
+        exchange.resume()
         record = record_routing(self._model) if self._routes else contextlib.nullcontext()
         with record as tape:
-            for batch in self._batches([row for row in rows if not row.complete], prompts, sampling.max_tokens):
+            for batch in self._batches([row for row in call.rows if not row.complete], prompts, sampling.max_tokens):
                 if exchange.aborted:
                     break
                 recorder = None if tape is None else ExpertRecorder(tape)
                 decoder = self._decoder(batch, prompts, sampling.max_tokens, recorder)
-                loop = DecodingLoop(decoder, batch, sampling, exchange, recorder, self._invariant)
+                loop = DecodingLoop(decoder, batch, call, exchange, recorder, self._invariant)
                 loop.run()
                 self.prefilled_tokens += decoder.prefilled
                 self.decoded_tokens += loop.decoded
-        return grouped_completions(rows, samples, self.policy_version, stop)
+        return call.completions()
 
     @torch.inference_mode()
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
@@ -226,7 +227,7 @@ class DecodingLoop:
 
     decoder: Decoder
     rows: list[DecodingRow]  # in the decoder's order; complete rows are removed from time to time
-    sampling: SamplingParams
+    call: GenerateCall
     exchange: TurnExchange
     recorder: ExpertRecorder | None
     invariant: bool  # whether the trainer's head computes the log-probs
@@ -253,11 +254,12 @@ class DecodingLoop:
             self.rows[i].append(ids[i], logp[i], entropy[i], None if sampled.kept is None else sampled.kept[i], best)
 
     def _sample(self, logits: Tensor) -> SampledTokens:
-        last = self.sampling.max_tokens - 1
+        sampling = self.call.sampling
+        last = sampling.max_tokens - 1
         uniform = [row.uniform_draws[min(len(row.ids), last)] for row in self.rows]
         draws = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
-        sampled = sample_tokens(logits, draws, self.sampling)
-        return with_trainer_logps(sampled, logits, self.sampling.temperature) if self.invariant else sampled
+        sampled = sample_tokens(logits, draws, sampling)
+        return with_trainer_logps(sampled, logits, sampling.temperature) if self.invariant else sampled
 
     def _remove_finished(self, tokens: Tensor) -> Tensor:
         """Removes complete rows if there are many; returns the next input token of every remaining row."""
@@ -267,7 +269,7 @@ class DecodingLoop:
             kept = torch.tensor(index, device=tokens.device)
             self.decoder.keep(kept)
             self.rows, tokens = [self.rows[i] for i in index], tokens[kept]
-        if self.exchange.handler is not None:  # rows that wait or get an observation do not run `tokens`
+        if self.call.turns is not None:  # rows that wait or get an observation do not run `tokens`
             tokens = torch.tensor([row.ids[-1] for row in self.rows], device=tokens.device)
         return tokens
 

@@ -26,11 +26,6 @@ class Transport(Protocol):
     turns: list[EndedTurn]  # received by `wait`, not yet taken by the caller
 
     @property
-    def pid(self) -> int:
-        """The process id of the other side, on its machine."""
-        ...
-
-    @property
     def progress(self) -> int:
         """A number that grows while the other side makes progress."""
         ...

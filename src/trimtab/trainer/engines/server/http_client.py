@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.config.consistency import AUTHORIZATION, SET_AUTHORIZATION, address_problem
+from trimtab.trainer.config.consistency import AUTHORIZATION
 
 Result = TypeVar("Result")
 AnswerType = TypeVar("AnswerType", bound="Answer")
@@ -31,16 +31,21 @@ CONNECT_TIMEOUT = 4.0
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 # Number of characters of a server's text that a message quotes.
 EXCERPT_LENGTH = 300
-# Bytes of the largest answer, apart from sampled tokens.
-MAX_ANSWER_BYTES = 1 << 20
 
 
 class ServerUnavailable(Exception):
-    """The server did not answer or reported a temporary failure; a retry later or on another server may succeed."""
+    """The server did not answer or reported a temporary failure; a retry later or on another server may succeed.
+
+    `advice` says what to do if the retries fail, too.
+    """
+
+    advice = "raise engine.server.timeout if responses take longer"
 
 
 class WrongAnswer(ServerUnavailable):
     """The server gave an answer that cannot be right."""
+
+    advice = "check the server's version and options (docs/servers.md), and that its weights are finite"
 
 
 class RequestRejected(TrimtabError):
@@ -65,30 +70,28 @@ class Connection:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
+        try:
+            base_url = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise TrimtabError(f"engine.server.urls: {url!r} is not the base URL of a server: {error}") from error
         self.url = url
         self.stream: object | None = None
         self._timeout = timeout
         # The environment is not trusted: it may name a proxy, which would answer in the server's place.
         self._client = httpx2.AsyncClient(
             transport=open_transport(),
-            base_url=url,
+            base_url=base_url,
             headers={"Accept-Encoding": "identity", **authorization()},
             timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
             trust_env=False,
         )
 
-    async def ask(
-        self,
-        answer: type[AnswerType],
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> AnswerType:
+    async def ask(self, answer: type[AnswerType], path: str, body: Mapping[str, Any] | None = None) -> AnswerType:
         """Returns the answer to `call`, parsed as an instance of the class `answer`.
 
         Raises `WrongAnswer` if it is not JSON, or a key is missing or has a value of a wrong type or range.
         """
-        content = await self.call(path, body, max_bytes)
+        content = await self.call(path, body)
         try:
             return answer.model_validate_json(content)
         except ValidationError as error:
@@ -98,31 +101,27 @@ class Connection:
                 f"{self.url}{path} gave a wrong answer: {place}: {first['msg']}, got {reprlib.repr(first['input'])}"
             ) from error
 
-    async def call(self, path: str, body: Mapping[str, Any] | None = None, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Returns the answer to a POST of `body`, or to a GET if `body` is None.
 
-        Raises `ServerUnavailable` for a temporary failure, `RequestRejected` for another error status, and
-        `WrongAnswer` if the answer has more than `max_bytes` or is compressed.
+        Raises `ServerUnavailable` for a temporary failure, and `RequestRejected` for another error status.
         """
         url, self.stream = f"{self.url}{path}", None
         try:
-            async with (
-                asyncio.timeout(self._timeout),
-                self._client.stream("GET" if body is None else "POST", path, json=body) as response,
-            ):
-                content = await _read(response, url, max_bytes)
+            async with asyncio.timeout(self._timeout):
+                response = await self._client.request("GET" if body is None else "POST", path, json=body)
         except TimeoutError as error:
             raise ServerUnavailable(f"{url}: no answer within {self._timeout:g} s") from error
         except httpx2.RequestError as error:
             cause = _first_cause(error)
             raise ServerUnavailable(f"{url}: {type(cause).__name__}: {excerpt(cause)}") from error
         if response.status_code >= 300:
-            message = f"{url} answered {response.status_code}: {_message(content)}"
+            message = f"{url} answered {response.status_code}: {_message(response.content)}"
             if response.status_code in TRANSIENT:
                 raise ServerUnavailable(message)
             raise RequestRejected(message, response.status_code)
         self.stream = response.extensions.get("network_stream")
-        return content
+        return response.content
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -145,18 +144,6 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """
     with start_blocking_portal() as portal:
         return portal.call(lambda: coroutine)
-
-
-def check_url(url: str) -> str:
-    """Returns `url` without a trailing slash; raises `TrimtabError` unless it is `http(s)://host[:port]`."""
-    problem = address_problem("engine.server.urls", url, SET_AUTHORIZATION)
-    try:
-        httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        problem = problem or f"engine.server.urls: {url!r} is not the base URL of a server: {error}"
-    if problem:
-        raise TrimtabError(problem)
-    return url.rstrip("/")
 
 
 def authorization() -> dict[str, str]:
@@ -182,19 +169,6 @@ def _first_cause(error: BaseException) -> BaseException:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
-
-
-async def _read(response: httpx2.Response, url: str, max_bytes: int) -> bytes:
-    """Returns the body of a response; never holds more than `max_bytes` plus one network read in memory."""
-    encoding = response.headers.get("Content-Encoding", "identity")
-    if encoding.lower() not in ("identity", ""):
-        raise WrongAnswer(f"{url} answered with Content-Encoding {excerpt(encoding)!r}, which was not asked for")
-    content = bytearray()
-    async for part in response.aiter_bytes():
-        content += part
-        if len(content) > max_bytes:
-            raise WrongAnswer(f"{url} answered with more than {max_bytes} bytes, too many for what was asked")
-    return bytes(content)
 
 
 def _message(content: bytes) -> str:

@@ -7,29 +7,26 @@ for each turn, with all ids so far.
 from __future__ import annotations
 
 import asyncio
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from trimtab.errors import EngineDeadError, TrimtabError, TrimtabWarning
+from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import POLL_INTERVAL, DecodingRow, build_rows, grouped_completions
-from trimtab.trainer.engines.request import Prefixes, request_seed, validate_request, validate_vllm_temperature
-from trimtab.trainer.engines.server.http_client import check_url, run
+from trimtab.trainer.engines.decoding_rows import POLL_INTERVAL, DecodingRow, GenerateCall
+from trimtab.trainer.engines.request import EngineModel, Prefixes, request_seed, validate_vllm_temperature
+from trimtab.trainer.engines.server.http_client import run
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
 from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights, wait_for_servers
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
-from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
 from trimtab.trainer.engines.weight_transfer import WeightFolder, WeightManifest
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
@@ -41,8 +38,7 @@ class ServerEngine:
 
     Unfinished requests of a failed server move to the others. A server that returns gets the current weights and takes
     requests again. If all servers are lost, a call waits `reconnect_timeout` seconds for the first to return, then
-    raises `EngineDeadError`. Only unanswered requests are sent again, from their beginning and with the same seed. This
-    also holds for a call that is repeated after `EngineDeadError` under the same weights.
+    raises `EngineDeadError`. Only unanswered requests are sent again, from their beginning and with the same seed.
 
     Equal arguments and weights may give different tokens: a server's numerics depend on the other requests in its
     batch, and SGLang uses seeds only with an option. `policy_version` starts at 0.
@@ -68,25 +64,15 @@ class ServerEngine:
         self.policy_version = 0
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
-        self._tokenizer = tokenizer
         self._settings = settings
-        model = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
-        self._vocabulary: int = model.vocab_size
-        self._eos = eos_ids(tokenizer, model, generation_config(model_folder))
+        model = EngineModel.read(model_folder, tokenizer)
         self._manifest = WeightManifest.read(model_folder)
         protocol: ServerProtocol = VllmProtocol(settings.model) if settings.kind == "vllm" else SglangProtocol()
-        self._servers = [InferenceServer(check_url(url), protocol, settings.timeout, self._vocabulary) for url in urls]
+        self._servers = [InferenceServer(url.rstrip("/"), protocol, settings.timeout, model.vocabulary) for url in urls]
         self._folder = WeightFolder(settings.folder, getattr(torch, config.dtype))
-        # Weight version and results of the last call, if it raised `EngineDeadError`; otherwise without results.
-        self._known: tuple[int, dict[CompletionRequest, CompletionResult]] = (0, {})
-        self._calls = 0
         run(wait_for_servers(self._servers, None, settings.reconnect_timeout, self.notify, wait_for_all=True))
-        self._model = self._common_model()
-
-    @property
-    def context(self) -> int | None:
-        """The longest sequence that the servers accept, in tokens; None if they do not report it."""
-        return self._model.context
+        self.context = self._common_model().context  # of a sequence, in tokens; None if servers do not report it
+        self._model = replace(model, context=self.context)
 
     def generate(
         self,
@@ -101,48 +87,21 @@ class ServerEngine:
     ) -> list[list[Completion]]:
         """See `types.Engine`. Raises `EngineDeadError` if all servers were lost and none came back."""
         self._check(sampling)
-        context = self._model.context
-        validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=context)
-        stop = StopChecker(self._tokenizer, self._eos, sampling)
-        self._calls += 1
-        known, self._known = self._known, (self.policy_version, {})
-        responses = CallResponses(
-            build_rows(prompts, samples, sampling, prefixes, stop, self._vocabulary, multi_turn=turns is not None),
-            prompts,
-            sampling,
-            seed,
-            version=self.policy_version,
-            stop=stop,
-            stop_ids=() if sampling.ignore_stop else tuple(sorted({*self._eos, *sampling.stop_ids})),
-            turns=turns,
-            name=f"{self._folder.token}-{self._calls}",
-        )
-        dispatch = RequestDispatch(
-            self._servers,
-            self._folder.current,
-            self._settings,
-            self.notify,
-            known=known[1] if known[0] == self.policy_version else {},
-        )
-        try:
-            run(responses.sample(dispatch, abort))
-        except EngineDeadError:
-            whole = {request: result for request, result in dispatch.results.items() if result.finish != "abort"}
-            self._known = (self.policy_version, whole)
-            raise
-        self.decoded_tokens += sum(len(result.ids) for result in dispatch.results.values())
-        self.prefilled_tokens += sum(len(request.ids) for request in dispatch.results)
-        return grouped_completions(responses.rows, samples, self.policy_version, stop, entropies=False)
+        version = self.policy_version
+        call = GenerateCall.begin(self._model, version, prompts, samples, sampling, seed, prefixes, turns)
+        dispatch = self._dispatch()
+        run(CallResponses(call, dispatch).sample(abort))
+        self.decoded_tokens += dispatch.decoded_tokens
+        self.prefilled_tokens += dispatch.prefilled_tokens
+        return call.completions()
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """See `EmbeddedEngine.prefill_logps`: each response is sent as a part of a prompt.
 
         Prompt and response must leave room for one more token in the context. Raises what `generate` raises.
         """
-        self._calls += 1
         requests = [
             CompletionRequest(
-                name=f"{self._folder.token}-{self._calls}-{index}",
                 ids=(*prompt.ids.tolist(), *one.response_ids.tolist()),
                 max_tokens=len(one.response_ids),
                 seed=0,
@@ -150,11 +109,11 @@ class ServerEngine:
                 stop_ids=(),
                 scored=len(one.response_ids),
             )
-            for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
+            for prompt, one in zip(prompts, completions, strict=True)
         ]
-        dispatch = RequestDispatch(self._servers, self._folder.current, self._settings, self.notify, known={})
-        run(dispatch.run([dispatch.ask(index, request) for index, request in enumerate(requests)], None))
-        return [np.asarray(dispatch.results[request].logp, dtype=np.float32) for request in requests]
+        dispatch = self._dispatch()
+        results = run(dispatch.run([dispatch.ask(index, request) for index, request in enumerate(requests)], None))
+        return [np.asarray(result.logp, dtype=np.float32) for result in results if result is not None]
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: int, *, as_is: bool = False) -> None:  # noqa: ARG002
         """Loads named weights into every server that is alive; lost servers get the weights when they return.
@@ -177,6 +136,9 @@ class ServerEngine:
     def close(self) -> None:
         """Removes the published weights; the servers keep running, because they were started by someone else."""
         self._folder.remove()
+
+    def _dispatch(self) -> RequestDispatch:
+        return RequestDispatch(self._servers, self._folder.current, self._settings, self.notify)
 
     def _common_model(self) -> Model:
         first, *others = self._servers
@@ -208,42 +170,34 @@ class ServerEngine:
 class CallResponses:
     """The responses of a call."""
 
-    rows: Sequence[DecodingRow]  # prompt by prompt
-    prompts: Sequence[Prompt]
-    sampling: SamplingParams
-    seed: int
-    version: int  # policy version of the weights
-    stop: StopChecker
-    stop_ids: tuple[int, ...]  # the tokens that end a response or a turn
-    turns: TurnHandler | None
-    name: str  # of the call, unique among all calls of all trainers
+    call: GenerateCall
+    dispatch: RequestDispatch
 
-    async def sample(self, dispatch: RequestDispatch, abort: AbortSignal | None) -> None:
+    async def sample(self, abort: AbortSignal | None) -> None:
         """Samples all responses; responses that are not complete afterwards were aborted."""
-        rows = [row for row in self.rows if not row.complete]
-        await dispatch.run([self._respond(row, index, dispatch) for index, row in enumerate(rows)], abort)
+        rows = [row for row in self.call.rows if not row.complete]
+        await self.dispatch.run([self._respond(row, index) for index, row in enumerate(rows)], abort)
 
-    async def _respond(self, row: DecodingRow, index: int, dispatch: RequestDispatch) -> None:
+    async def _respond(self, row: DecodingRow, index: int) -> None:
         """Samples the rest of a response until it is complete or the call is aborted."""
-        if self.turns is not None and row.turn_ids and self.stop.ended([row.turn_ids])[0]:
-            await self._end_turn(row, dispatch)  # the turn had ended when an earlier call was aborted
+        if self.call.has_ended_turn(row):
+            await self._end_turn(row)
         while not row.complete:
-            result = await dispatch.ask(index, self._request(row))
+            result = await self.dispatch.ask(index, self._request(row))
             if result is None:
                 return
             if self._append(row, result):
-                await self._end_turn(row, dispatch)
+                await self._end_turn(row)
 
     def _request(self, row: DecodingRow) -> CompletionRequest:
         """Returns the request that continues a response."""
         return CompletionRequest(
-            name=f"{self.name}-{row.prompt}-{row.sample}-{len(row.ids)}",
-            ids=(*self.prompts[row.prompt].ids.tolist(), *row.ids),
-            max_tokens=self._room(row),
+            ids=tuple(self.call.ids(row)),
+            max_tokens=self.call.room(row),
             # A server starts every seed at its first random number, so the seed depends on the length so far.
-            seed=request_seed(self.seed, row.prompt, row.sample, len(row.ids)),
-            sampling=self.sampling,
-            stop_ids=self.stop_ids,
+            seed=request_seed(self.call.seed, row.prompt, row.sample, len(row.ids)),
+            sampling=self.call.sampling,
+            stop_ids=tuple(sorted(self.call.stop.ids)),
         )
 
     def _append(self, row: DecodingRow, result: CompletionResult) -> bool:
@@ -253,29 +207,26 @@ class CallResponses:
         checked again.
         """
         begun = len(row.turn_ids)
-        end = self.stop.end([*row.turn_ids, *result.ids], begun)
+        end = self.call.stop.end([*row.turn_ids, *result.ids], begun)
         new = len(result.ids) if end is None else end - begun
         for token, logp in zip(result.ids[:new], result.logp[:new], strict=True):
             # At temperature 0 the log-prob is 0 by definition, whatever a server reports.
-            row.append(token, logp if self.sampling.temperature > 0 else 0.0, math.nan, None)
+            row.append(token, logp if self.call.sampling.temperature > 0 else 0.0, None, None)
         if end is not None or result.finish == "stop":
             return True
-        row.complete = result.finish == "length" or self._room(row) <= 0
+        row.complete = result.finish == "length" or self.call.room(row) <= 0
         return False
 
-    def _room(self, row: DecodingRow) -> int:
-        return row.room(self.sampling.max_tokens, None if self.turns is None else self.turns.max_turn_tokens)
-
-    async def _end_turn(self, row: DecodingRow, dispatch: RequestDispatch) -> None:
+    async def _end_turn(self, row: DecodingRow) -> None:
         """Ends a turn: completes the response, or waits for the observation and appends it."""
-        row.submit_turn(self.turns, self.version, self.stop)
-        if self.turns is None or row.complete:
+        self.call.submit_turn(row)
+        if self.call.turns is None or row.complete:
             return
-        while (result := self.turns.result(row.prompt, row.sample, 0.0)) is None:
-            if dispatch.aborted:
+        while (result := self.call.turns.result(row.prompt, row.sample, 0.0)) is None:
+            if self.dispatch.aborted:
                 return
             await asyncio.sleep(POLL_INTERVAL)
-        row.end_turn(result, self.sampling.max_tokens)
+        row.end_turn(result, self.call.sampling.max_tokens)
         row.append_observation(truncated=False)
 
 

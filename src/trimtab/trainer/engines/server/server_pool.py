@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer
+from trimtab.trainer.engines.server.http_client import Connection, RequestRejected, ServerUnavailable
 from trimtab.trainer.engines.server.server_protocol import (
     CompletionRequest,
     CompletionResult,
@@ -28,10 +28,6 @@ INITIAL_BACKOFF, MAX_BACKOFF = 0.25, 5.0
 NOTIFY_INTERVAL = 5.0
 # Seconds between two aborts of a server: a request may arrive after an abort.
 ABORT_RETRY_INTERVAL = 1.0
-# Uploads in a row after which a server may still report other weights; then a call fails.
-MAX_WEIGHT_UPLOADS = 5
-# Wrong answers to requests in a row after which a call fails.
-MAX_WRONG_ANSWERS = 5
 # Tokens that are sampled to check whether log-probs are those of the sampled distribution.
 PROBE_TOKENS = 8
 # Status of completion requests while the model process of a server dies. On a control route: the command failed.
@@ -40,6 +36,8 @@ INTERNAL_SERVER_ERROR = 500
 
 class WrongWeights(ServerUnavailable):
     """The server does not hold the expected weights; the request was not sent."""
+
+    advice = "give each server a separate URL, without a balancer in front"
 
 
 class InferenceServer:
@@ -51,13 +49,8 @@ class InferenceServer:
         self.lost_at: float | None = None  # on the monotonic clock; None while the server does not count as lost
         self.model: Model | None = None
         self.label: str | None = None
-        self.checks = 0
-        # Held by the connection that checks the server. A lock belongs to one event loop, so each call makes a new one.
-        self.lock = asyncio.Lock()
         self._timeout = timeout
         self._vocabulary = vocabulary
-        self._failed_uploads = 0  # consecutive uploads after which the server did not report the uploaded weights
-        self._wrong_answers = 0  # consecutive
         self._processed = False  # whether log-probs were found to be those of the sampled distribution
 
     def connect(self) -> aclosing[Connection]:
@@ -71,11 +64,12 @@ class InferenceServer:
 
         Raises:
             ServerUnavailable: the request may be sent again; `WrongAnswer` if the answer was wrong.
-            TrimtabError: the server refuses the request, or has given too many wrong answers in a row.
+            TrimtabError: the server refuses the request.
         """
         try:
-            if connection.stream is None:
-                await self._check_weights(connection)
+            if connection.stream is None and (label := await self.protocol.label(connection)) != self.label:
+                connection.stream = None
+                raise WrongWeights(f"{self.url} was restarted: its weights are {label!r}, not {self.label!r}")
             checked = connection.stream
             if request.sampling.temperature not in (0.0, 1.0):
                 await self._check_processed(connection, request)
@@ -84,18 +78,9 @@ class InferenceServer:
             if error.status == INTERNAL_SERVER_ERROR:
                 raise ServerUnavailable(str(error)) from error
             raise
-        except WrongAnswer as error:
-            self._wrong_answers += 1
-            if self._wrong_answers >= MAX_WRONG_ANSWERS:
-                raise TrimtabError(
-                    f"{error}; {MAX_WRONG_ANSWERS} wrong answers in a row: check the server's version and options "
-                    "(docs/servers.md), and that its weights are finite"
-                ) from error
-            raise
         if connection.stream is None or connection.stream is not checked:
             connection.stream = None
             raise ServerUnavailable(f"{self.url} closed a connection after its weights were checked")
-        self._wrong_answers = 0
         return result
 
     async def _sample(self, connection: Connection, request: CompletionRequest) -> CompletionResult:
@@ -104,29 +89,15 @@ class InferenceServer:
         check_result(self.url, result, request, self._vocabulary)
         return result
 
-    async def _check_weights(self, connection: Connection) -> None:
-        try:
-            label = await self.protocol.label(connection)
-        except WrongAnswer:
-            raise
-        except ServerUnavailable as error:
-            raise WrongWeights(str(error)) from error
-        if label != self.label:
-            connection.stream = None
-            raise WrongWeights(f"{self.url} was restarted: its weights are {label!r}, not {self.label!r}")
-        self._failed_uploads = 0
-
     async def _check_processed(self, connection: Connection, request: CompletionRequest) -> None:
         """Checks, once after each health check, that log-probs are those of the sampled distribution."""
-        async with self.lock:
-            if self._processed:
-                return
-            name, sampling = f"{request.name}-probe", self.protocol.probe
-            probe = replace(request, name=name, max_tokens=PROBE_TOKENS, sampling=sampling, stop_ids=())
-            result = await self._sample(connection, probe)
-            if result.finish == "abort":
-                raise ServerUnavailable(f"{self.url} aborted the check of its log-probs")
-            self._processed = self.protocol.is_processed(result.logp, self._vocabulary)
+        if self._processed:
+            return
+        probe = replace(request, max_tokens=PROBE_TOKENS, sampling=self.protocol.probe, stop_ids=())
+        result = await self._sample(connection, probe)
+        if result.finish == "abort":
+            raise ServerUnavailable(f"{self.url} aborted the check of its log-probs")
+        self._processed = self.protocol.is_processed(result.logp, self._vocabulary)
         if not self._processed:
             raise TrimtabError(
                 f"{self.url} returns log-probs from before the temperature: start vLLM with --logprobs-mode "
@@ -146,8 +117,8 @@ class InferenceServer:
     async def check_and_update(self, weights: Path | None) -> None:
         """Checks health and model, and loads `weights` if the server reports other weights.
 
-        Raises `ServerUnavailable` if it does not answer now, and `TrimtabError` if it serves another model, does not
-        load the weights, or never reports them as its own.
+        Raises `ServerUnavailable` if it does not answer now, and `TrimtabError` if it serves another model or does not
+        load the weights.
         """
         async with aclosing(Connection(self.url, CONTROL_TIMEOUT)) as connection:
             await connection.call("/health")
@@ -160,15 +131,8 @@ class InferenceServer:
         if weights is None:
             self.label = label
         elif self.label is not None and label != self.label:
-            self._failed_uploads += 1
-            if self._failed_uploads > MAX_WEIGHT_UPLOADS:
-                raise TrimtabError(
-                    f"{self.url} was given the weights {self.label!r} {MAX_WEIGHT_UPLOADS} times and still says that "
-                    f"it holds {label!r}: give each server a separate URL, without a balancer in front"
-                )
             await self.load(weights, self.label)
         self.model, self.lost_at, self._processed = model, None, False
-        self.checks += 1
 
     async def load(self, weights: Path, label: str) -> None:
         """Loads the weights in a folder into the server. Raises `ServerUnavailable` if the server fails meanwhile."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
-from trimtab.trainer.engines.server.http_client import MAX_ANSWER_BYTES, Connection, WrongAnswer
+from trimtab.trainer.engines.server.http_client import Connection, WrongAnswer
 from trimtab.types import FinishReason, SamplingParams
 
 # vLLM's substitute for a log-prob that is minus infinity or missing, which JSON cannot express.
@@ -27,8 +27,6 @@ MIN_CERTAIN_TOKENS = 8
 RESOLUTION, UNIFORM = 2.0**-25, 0.1
 # A token this many nats below the uniform distribution is sampled once in 10^21 tokens.
 IMPROBABLE = 50.0
-# JSON size of a response token (id, log-prob, and its text or name three times) and of a prompt token (id, sent back).
-RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 512, 16
 
 # Set explicitly, because a server would otherwise take them from the model's generation config or its own defaults.
 NEUTRAL_SAMPLING = {
@@ -55,19 +53,12 @@ class CompletionRequest:
     temperature 1, as the server computes them for a prompt. `max_tokens` then equals `scored`.
     """
 
-    name: str = field(compare=False)  # unique among all requests of all trainers
     ids: tuple[int, ...]  # of the prompt and of the response so far
     max_tokens: int  # largest number of new tokens
     seed: int  # 63 bits
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     scored: int = 0
-
-    @property
-    def max_bytes(self) -> int:
-        """Largest size of an answer in bytes."""
-        tokens = len(self.ids) if self.scored else self.max_tokens
-        return MAX_ANSWER_BYTES + RESPONSE_TOKEN_BYTES * tokens + PROMPT_TOKEN_BYTES * len(self.ids)
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class SglangProtocol:
             params["max_new_tokens"] = 1
             # The first token returned has no log-prob.
             body["logprob_start_len"] = len(request.ids) - request.scored - 1
-        info = (await connection.ask(_Generation, "/generate", body, request.max_bytes)).meta_info
+        info = (await connection.ask(_Generation, "/generate", body)).meta_info
         reason, where = info.finish_reason, f"{connection.url}/generate"
         if reason.type == "abort" and reason.status_code:
             raise ServerUnavailable(f"{where} gave up: {excerpt(reason.message)}")

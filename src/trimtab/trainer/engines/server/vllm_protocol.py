@@ -24,7 +24,7 @@ from trimtab.trainer.engines.server.server_protocol import (
     TokenId,
     scored_result,
 )
-from trimtab.trainer.engines.weight_transfer import entries, require_all_loaded
+from trimtab.trainer.engines.weight_transfer import FILE, require_all_loaded
 from trimtab.types import SamplingParams
 
 EXTENSION = "trimtab.trainer.engines.vllm.worker_extension.WeightLoading"
@@ -106,16 +106,15 @@ class VllmProtocol:
             **_COMMON,
             "model": model.name,
             "prompt": request.ids,
-            "request_id": request.name,
             "max_tokens": request.max_tokens,
             "top_k": request.sampling.top_k,
             "seed": request.seed,
         }
         if request.scored:
             body |= {"max_tokens": 1, "prompt_logprobs": 0, "seed": None}  # a seed ends vLLM on a CPU at long prompts
-            [scored] = (await connection.ask(_Scores, "/v1/completions", body, request.max_bytes)).choices
+            [scored] = (await connection.ask(_Scores, "/v1/completions", body)).choices
             return scored_result(connection, request, [_by_id(entry) for entry in scored.prompt_logprobs])
-        [choice] = (await connection.ask(_Completion, "/v1/completions", body, request.max_bytes)).choices
+        [choice] = (await connection.ask(_Completion, "/v1/completions", body)).choices
         return CompletionResult(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason)
 
     def is_processed(self, logp: Sequence[float], vocabulary: int) -> bool:  # noqa: ARG002
@@ -130,9 +129,8 @@ class VllmProtocol:
             # No request may run while weights change. No call waits for the requests that still run: they are aborted.
             await connection.call("/pause?mode=abort", {})
             try:
-                path, table = entries(folder)
                 with _add_advice(f"{folder} must be seen by the server (engine.server.folder); {START}"):
-                    body = {"method": "load_published", "args": [str(path), table]}
+                    body = {"method": "load_published", "args": [str(folder / FILE)]}
                     answer = await connection.ask(_NotLoaded, "/collective_rpc", body)
                 require_all_loaded(answer.results, connection.url)
                 if not (await connection.ask(_Outcome, "/reset_prefix_cache", {})).success:

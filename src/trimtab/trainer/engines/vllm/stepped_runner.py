@@ -108,9 +108,8 @@ class TokenDelta:
     """New tokens of one response."""
 
     ids: Sequence[int]
-    logp: Sequence[float | None]  # None for a token without a log-prob
     kept: Sequence[Sequence[int]] | None  # sampling mask of each token, if vLLM returns masks
-    top: Sequence[Mapping[int, float]]  # for each token: id -> log-prob, of the most probable ids and the sampled id
+    logps: Sequence[Mapping[int, float]]  # for each token: id -> log-prob, of the most probable ids and the sampled id
     cached: int  # prompt tokens that came from the prefix cache
     prompt: Sequence[float]  # log-probs of all prompt tokens but the first, if they were asked for
     reason: str | None  # vLLM's finish reason, if the request has ended
@@ -202,17 +201,11 @@ class VllmRunner:
 def to_delta(output: Any) -> TokenDelta:
     """Converts a vLLM `RequestOutput` of one sample with `RequestOutputKind.DELTA`."""
     [new] = output.outputs
-    logp: list[float | None] = [None] * len(new.token_ids)
-    top = [{id_: value.logprob for id_, value in entry.items()} for entry in new.logprobs or ()]
-    for i, entry in enumerate(new.logprobs or ()):
-        value = entry.get(new.token_ids[i])
-        logp[i] = None if value is None else value.logprob
     mask = getattr(new, "sampling_mask", None)
     return TokenDelta(
         ids=new.token_ids,
-        logp=logp,
         kept=None if mask is None else mask.token_ids,
-        top=top,
+        logps=[{id_: value.logprob for id_, value in entry.items()} for entry in new.logprobs or ()],
         cached=output.num_cached_tokens or 0,
         prompt=[
             entry[id_].logprob

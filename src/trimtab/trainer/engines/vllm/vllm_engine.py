@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import DecodingRow, TopRow, TurnExchange, build_rows, grouped_completions
-from trimtab.trainer.engines.request import (
-    NO_WEIGHTS,
-    Prefixes,
-    request_seed,
-    validate_request,
-    validate_vllm_temperature,
-)
-from trimtab.trainer.engines.stopping import StopChecker, eos_ids, generation_config
+from trimtab.trainer.engines.decoding_rows import DecodingRow, GenerateCall, TopRow, TurnExchange
+from trimtab.trainer.engines.request import NO_WEIGHTS, EngineModel, Prefixes, request_seed, validate_vllm_temperature
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.stepped_runner import TokenDelta, TokenRequest, VllmRunner, import_vllm
 from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, require_all_loaded, share
@@ -52,12 +45,10 @@ class VllmEngine:
         self.policy_version = 0
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
-        self._tokenizer, self._config = tokenizer, config
-        settings = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
+        self._config = config
         self._manifest = WeightManifest.read(model_folder)
-        self._vocabulary: int = settings.vocab_size
-        self._context: int | None = config.vllm.context or getattr(settings, "max_position_embeddings", None)
-        self._eos = eos_ids(tokenizer, settings, generation_config(model_folder))
+        model = EngineModel.read(model_folder, tokenizer)
+        self._model = replace(model, context=config.vllm.context or model.context)
         self._weights: SharedWeights | None = None
         self._runner = _start(model_folder, config)
 
@@ -76,12 +67,13 @@ class VllmEngine:
 
         Raises `EngineDeadError` if one of vLLM's own processes died (tensor parallelism).
         """
-        self._check(prompts, samples, sampling, seed)
-        stop = StopChecker(self._tokenizer, self._eos, sampling)
-        rows = build_rows(prompts, samples, sampling, prefixes, stop, self._vocabulary, multi_turn=turns is not None)
-        exchange = TurnExchange(turns, abort, stop, self.policy_version, sampling)
-        exchange.resume(rows)
-        new_rows = [row for row in rows if row.active]
+        version = self.policy_version
+        call = GenerateCall.begin(self._model, version, prompts, samples, sampling, seed, prefixes, turns)
+        self._require_weights()
+        self._check(sampling)
+        exchange = TurnExchange(call, abort)
+        exchange.resume()
+        new_rows = [row for row in call.rows if row.active]
         unstarted: dict[int, int] = {}  # index of the response -> tokens of its request
 
         def joining(idle: bool) -> list[TokenRequest]:
@@ -92,9 +84,8 @@ class VllmEngine:
             new_rows.clear()
             requests = []
             for row in joined:
-                ids = [*prompts[row.prompt].ids.tolist(), *row.ids]
-                params = self._parameters(row, sampling, seed, None if turns is None else turns.max_turn_tokens)
-                requests.append(TokenRequest(row.prompt * samples + row.sample, ids, params))
+                ids = call.ids(row)
+                requests.append(TokenRequest(row.prompt * samples + row.sample, ids, self._parameters(row, call)))
                 unstarted[requests[-1].index] = len(ids)
             return requests
 
@@ -102,10 +93,10 @@ class VllmEngine:
             if (length := unstarted.pop(index, None)) is not None:
                 self.prefilled_tokens += length - delta.cached
                 self.decoded_tokens -= 1
-            return self._append_tokens(rows[index], delta, sampling, exchange)
+            return self._append_tokens(call.rows[index], delta, sampling, exchange)
 
         self._runner.run(on_tokens, joining, abort)
-        return grouped_completions(rows, samples, self.policy_version, stop, entropies=False)
+        return call.completions()
 
     def prefill_logps(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[FloatArray]:
         """See `EmbeddedEngine.prefill_logps`: vLLM's `prompt_logprobs`, which temperature does not change.
@@ -115,24 +106,20 @@ class VllmEngine:
         from vllm.sampling_params import SamplingParams as Parameters  # pyright: ignore[reportMissingImports]
 
         self._require_weights()
-        top_k = self._vocabulary if self._config.vllm.sampling_mask else 0  # see `_parameters`
+        top_k = self._model.vocabulary if self._config.vllm.sampling_mask else 0  # see `_parameters`
         params = Parameters(max_tokens=1, top_k=top_k, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-        waiting = [
+        requests = [
             TokenRequest(index, [*prompt.ids.tolist(), *one.response_ids.tolist()], params)
             for index, (prompt, one) in enumerate(zip(prompts, completions, strict=True))
         ]
+        joining = iter([requests])
         rows: dict[int, Sequence[float]] = {}
-
-        def joining(_idle: bool) -> list[TokenRequest]:
-            joined = waiting.copy()
-            waiting.clear()
-            return joined
 
         def on_tokens(index: int, delta: TokenDelta) -> bool:
             rows[index] = rows.get(index) or delta.prompt
             return True
 
-        self._runner.run(on_tokens, joining, None)
+        self._runner.run(on_tokens, lambda _idle: next(joining, []), None)
         return [
             np.asarray(rows[index][-len(one.response_ids) :], dtype=np.float32) for index, one in enumerate(completions)
         ]
@@ -176,9 +163,7 @@ class VllmEngine:
         if self._weights is None:
             raise TrimtabError(NO_WEIGHTS)
 
-    def _check(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, seed: int) -> None:
-        validate_request(prompts, samples, sampling, seed, vocabulary=self._vocabulary, context=self._context)
-        self._require_weights()
+    def _check(self, sampling: SamplingParams) -> None:
         validate_vllm_temperature(sampling)
         if sampling.truncated and sampling.temperature > 0:
             if not self._config.vllm.sampling_mask:
@@ -189,23 +174,23 @@ class VllmEngine:
             if sampling.top_k == 0:
                 raise TrimtabError("vLLM returns sampling masks with top_k only: set sampling.top_k as well")
 
-    def _parameters(self, row: DecodingRow, sampling: SamplingParams, seed: int, max_turn_tokens: int | None) -> Any:
+    def _parameters(self, row: DecodingRow, call: GenerateCall) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
         key = (row.prompt, row.sample, len(row.ids)) if row.ids else (row.prompt, row.sample)
-        temperature, top_k = sampling.temperature, sampling.top_k
+        sampling, temperature, top_k = call.sampling, call.sampling.temperature, call.sampling.top_k
         if self._config.vllm.sampling_mask:
             # vLLM then returns masks for every request, and refuses requests that are greedy or have no top_k.
-            temperature, top_k = (temperature, top_k or self._vocabulary) if temperature > 0 else (1.0, 1)
+            temperature, top_k = (temperature, top_k or self._model.vocabulary) if temperature > 0 else (1.0, 1)
         return SamplingParams(
             temperature=temperature,
             top_p=sampling.top_p,
             top_k=top_k,
-            seed=request_seed(seed, *key),
-            max_tokens=row.room(sampling.max_tokens, max_turn_tokens),
+            seed=request_seed(call.seed, *key),
+            max_tokens=call.room(row),
             # Stops are detected by `StopChecker`; stop ids are passed only to avoid sampling further tokens.
             ignore_eos=True,
-            stop_token_ids=[] if sampling.ignore_stop else sorted(self._eos | set(sampling.stop_ids)),
+            stop_token_ids=sorted(call.stop.ids),
             logprobs=sampling.top_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -215,7 +200,8 @@ class VllmEngine:
         self, row: DecodingRow, delta: TokenDelta, sampling: SamplingParams, exchange: TurnExchange
     ) -> bool:
         """Appends tokens up to the end of the turn and drops any after it; returns whether the end is reached."""
-        for index, (token, logp) in enumerate(zip(delta.ids, delta.logp, strict=True)):
+        for index, token in enumerate(delta.ids):
+            logp = delta.logps[index].get(token)
             if logp is None:
                 raise TrimtabError(f"vLLM returned token {token} without its log-prob: this version cannot be used")
             if not math.isfinite(logp):
@@ -223,9 +209,9 @@ class VllmEngine:
                     "vLLM's log-probs are not finite: its weights have diverged; publish finite weights"
                 )
             kept = self._kept(delta, index, sampling) if sampling.truncated else None
-            top = _most_probable(delta.top[index], sampling.top_logprobs) if sampling.top_logprobs else None
+            top = _most_probable(delta.logps[index], sampling.top_logprobs) if sampling.top_logprobs else None
             # At temperature 0 the log-prob is 0 by definition.
-            row.append(token, logp if sampling.temperature > 0 else 0.0, math.nan, kept, top)
+            row.append(token, logp if sampling.temperature > 0 else 0.0, None, kept, top)
             self.decoded_tokens += 1
             exchange.detect_ends([row])
             if not row.active:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.trainer.engines.weight_transfer import Entry, SharedWeights
+from trimtab.trainer.engines.weight_transfer import Entry, SharedWeights, read_weights
 
 
 class WeightLoading:
@@ -21,8 +21,10 @@ class WeightLoading:
 
     model_runner: Any
 
-    def load_published(self, path: str, entries: list[Entry]) -> list[str]:
-        """Loads all weights from the shared file `path`, under the names of the checkpoint.
+    def load_published(self, path: str, entries: list[Entry] | None = None) -> list[str]:
+        """Loads all weights from the file `path`, under the names of the checkpoint.
+
+        It is the file of `SharedWeights` with these entries or, with None, a safetensors file.
 
         Returns the names of parameters of vLLM's model that were not loaded; the caller must treat any as an error.
         """
@@ -35,14 +37,13 @@ class WeightLoading:
             loaded.update(load(weights))
             return loaded
 
-        shared = SharedWeights(os.open(path, os.O_RDONLY), entries)
+        weights = read_weights(path) if entries is None else SharedWeights(os.open(path, os.O_RDONLY), entries)
         # The reload only logs which weights were not loaded and does not return their names.
         model.load_weights = load_and_record
         try:
-            self.model_runner.reload_weights(weights_iterator=iter(shared), is_checkpoint_format=True)
+            self.model_runner.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
         finally:
             del model.load_weights
-            shared.close()
         self._repack_tied_head(model)
         # Quantized layers have parameters that no checkpoint holds.
         return sorted(expected - loaded) if self.model_runner.model_config.quantization is None else []

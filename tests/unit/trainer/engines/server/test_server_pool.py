@@ -21,12 +21,7 @@ from trimtab.trainer.config.sections import ServerConfig
 from trimtab.trainer.engines.server import http_client, request_dispatch, server_pool
 from trimtab.trainer.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer, run
 from trimtab.trainer.engines.server.request_dispatch import MAX_ATTEMPTS, RequestDispatch
-from trimtab.trainer.engines.server.server_pool import (
-    MAX_WEIGHT_UPLOADS,
-    MAX_WRONG_ANSWERS,
-    InferenceServer,
-    load_weights,
-)
+from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.types import SamplingParams
@@ -80,7 +75,7 @@ TURN = 10_000
 
 def request(token: int) -> CompletionRequest:
     """The prompt, and the only token of its answer, is `token`: that of turn t of response i is i + TURN * t."""
-    return CompletionRequest(str(token), (token,), 4, token, SamplingParams(), ())
+    return CompletionRequest((token,), 4, token, SamplingParams(), ())
 
 
 class FakeNetwork:
@@ -118,34 +113,27 @@ class FakeNetwork:
 
         return httpx2.MockTransport(handle)
 
-    def call(self, count: int, abort: Any = None, **settings: Any) -> dict[int, CompletionResult]:
-        results = dict[int, CompletionResult]()
-        self.call_into(results, count, abort, **settings)
-        return results
-
-    def call_into(
-        self, results: dict[int, CompletionResult], count: int, abort: Any = None, turns: int = 1, **settings: Any
-    ) -> None:
-        """Asks for the turns of `count` responses, except for those whose result is known."""
+    def call(self, count: int, abort: Any = None, turns: int = 1, **settings: Any) -> dict[int, CompletionResult]:
+        """Asks for the turns of `count` responses; returns the results by token of the request."""
         config = ServerConfig.model_validate({"kind": "sglang", "reconnect_timeout": 30.0, "concurrency": 1} | settings)
-        known = {request(token): result for token, result in results.items()}
-        dispatch = RequestDispatch(
-            [fake.server for fake in self.servers], Path("weights"), config, [].append, known=known
-        )
+        dispatch = RequestDispatch([fake.server for fake in self.servers], Path("weights"), config, [].append)
+        results = dict[int, CompletionResult]()
 
         async def respond(index: int) -> None:
-            for turn in range(turns):
-                result = await dispatch.ask(index, request(index + TURN * turn))
+            for token in range(index, index + TURN * turns, TURN):
+                result = await dispatch.ask(index, request(token))
+                if result is not None:
+                    results[token] = result
                 if result is None or result.finish == "abort":
                     return
 
         async def run_all() -> None:
             await dispatch.run([respond(index) for index in range(count)], abort)
 
-        try:
-            asyncio.run(run_all())
-        finally:
-            results |= {asked.ids[0]: result for asked, result in dispatch.results.items()}
+        asyncio.run(run_all())
+        assert dispatch.prefilled_tokens == len(results)
+        assert dispatch.decoded_tokens == sum(len(result.ids) for result in results.values())
+        return results
 
 
 Network = Callable[[int], FakeNetwork]
@@ -254,28 +242,29 @@ def test_a_request_that_always_fails_ends_the_call(network: Network) -> None:
         return httpx2.Response(500, json={"error": "boom"})
 
     made.generate = generate
-    with pytest.raises(TrimtabError, match=r"8 times without a usable answer; .*/generate answered 500: boom"):
+    said = r"8 times without a usable answer; .*/generate answered 500: boom; raise engine.server.timeout"
+    with pytest.raises(TrimtabError, match=said):
         made.call(1)
     assert sum(len(fake.asked) for fake in made.servers) == MAX_ATTEMPTS
 
 
-def test_wrong_answers_end_the_call_if_they_follow_each_other(network: Network) -> None:
+def test_wrong_answers_are_asked_for_again_until_a_request_has_failed_too_often(network: Network) -> None:
     made = network(1)
     [fake] = made.servers
 
     async def generate(fake: FakeServer, index: int) -> Any:
-        return None if fake.asked.count(index) == MAX_WRONG_ANSWERS else httpx2.Response(200, content=b"[]")
+        return None if fake.asked.count(index) == MAX_ATTEMPTS else httpx2.Response(200, content=b"[]")
 
     made.generate = generate
     assert made.call(3) == {i: CompletionResult([i], [RIGHT], "stop") for i in range(3)}
-    assert fake.asked == [i for i in range(3) for _ in range(MAX_WRONG_ANSWERS)]
+    assert fake.asked == [i for i in range(3) for _ in range(MAX_ATTEMPTS)]
 
     def disturb(fake: FakeServer, path: str) -> None:
         if path == "/model_info" and "/health" not in fake.paths[-2:]:
             raise WrongAnswer("odd")
 
     made.disturb = disturb  # the label is right in every check of the server and wrong before every request
-    with pytest.raises(TrimtabError, match="odd; 5 wrong answers in a row"):
+    with pytest.raises(TrimtabError, match="8 times without a usable answer; odd; check the server's version"):
         made.call(1)
 
 
@@ -290,8 +279,8 @@ def test_a_refusal_ends_the_call_with_what_the_server_says(network: Network) -> 
         made.call(8)
 
 
-def test_answers_before_all_servers_were_lost_are_kept(network: Network) -> None:
-    made, results = network(2), dict[int, CompletionResult]()
+def test_a_call_ends_if_all_servers_are_lost_and_the_next_one_checks_them_first(network: Network) -> None:
+    made = network(2)
 
     def disturb(fake: FakeServer, path: str) -> None:  # noqa: ARG001
         if len(made.delivered) >= 5:
@@ -299,14 +288,15 @@ def test_answers_before_all_servers_were_lost_are_kept(network: Network) -> None
 
     made.disturb = disturb
     with pytest.raises(EngineDeadError, match=r"no inference server is left: .*refused"):
-        made.call_into(results, 8, reconnect_timeout=1e-9)
-    assert results.keys() == made.delivered.keys()
-    assert 5 <= len(results) < 8
+        made.call(8, reconnect_timeout=1e-9)
+    assert 5 <= len(made.delivered) < 8
     with pytest.raises(EngineDeadError, match=r"no inference server is left: http://server0 is lost"):
         asyncio.run(load_weights([fake.server for fake in made.servers], Path("weights"), LABEL))
     made.disturb = lambda *_: None
-    made.call_into(results, 8)  # lost servers are checked before they are asked
-    assert made.delivered == dict.fromkeys(range(8), 1)
+    for fake in made.servers:
+        fake.paths.clear()
+    assert len(made.call(8)) == 8
+    assert [fake.paths[0] for fake in made.servers] == ["/health"] * 2
 
 
 def test_a_server_that_never_loads_its_weights_ends_the_call(network: Network) -> None:
@@ -314,14 +304,11 @@ def test_a_server_that_never_loads_its_weights_ends_the_call(network: Network) -
     [fake] = made.servers
     fake.loads_weights = False
     fake.restart()
-    with pytest.raises(TrimtabError, match="the weights 'current' 5 times and still says that it holds 'default'"):
+    said = r"8 times without .*its weights are 'default', not 'current'; give each server a separate URL"
+    with pytest.raises(TrimtabError, match=said):
         made.call(4, concurrency=4)
-    assert fake.paths.count("/update_weights_from_disk") == MAX_WEIGHT_UPLOADS
-    fake.label = LABEL  # uploads that failed earlier no longer count
-    assert len(made.call(1)) == 1
-    fake.label = "default"
-    with pytest.raises(TrimtabError, match="5 times"):
-        made.call(4)
+    assert 0 < fake.paths.count("/update_weights_from_disk") <= MAX_ATTEMPTS
+    assert fake.asked == []
 
 
 class Aborts:

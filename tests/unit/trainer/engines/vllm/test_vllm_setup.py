@@ -7,15 +7,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.engines import EOS, SIZE
+from tests.support.engines import EOS, SIZE, prompts
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import EngineConfig, load_config
 from trimtab.trainer.config.sections import VllmConfig
-from trimtab.trainer.engines.decoding_rows import DecodingRow
+from trimtab.trainer.engines.decoding_rows import GenerateCall
+from trimtab.trainer.engines.request import EngineModel
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine
 from trimtab.types import SamplingParams
+
+MODEL = EngineModel(None, frozenset({EOS}), SIZE, context=None)
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def test_every_start_keeps_the_sampling_contract(device: Any) -> None:
 @pytest.mark.usefixtures("device")
 def test_arbitrary_weights_are_not_scored() -> None:
     engine = VllmEngine.__new__(VllmEngine)
-    engine._config, engine._vocabulary, engine._weights = EngineConfig(type="vllm"), SIZE, None
+    engine._config, engine._model, engine._weights = EngineConfig(type="vllm"), MODEL, None
     with pytest.raises(TrimtabError, match="no weights yet"):
         engine.prefill_logps([], [])
 
@@ -82,8 +85,8 @@ def test_requests_that_vllm_accepts_beside_keep_sets(
 ) -> None:
     engine = VllmEngine.__new__(VllmEngine)
     engine._config = EngineConfig(type="vllm", vllm=VllmConfig(sampling_mask=keep_sets))
-    engine._vocabulary, engine._eos = SIZE, {EOS}
+    engine._model = MODEL
     sampling = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=5)
-    row = DecodingRow(0, 0)
-    params = engine._parameters(row, sampling, 0, None)
+    call = GenerateCall.begin(MODEL, 0, prompts([3]), 1, sampling, 0, None, None)
+    params = engine._parameters(call.rows[0], call)
     assert (params.temperature, params.top_k) == asked
