@@ -27,6 +27,7 @@ class PackedResponses:
     response: Tensor  # (terms,) the row of the token in (batch, time)
     column: Tensor  # (terms,) the column of the token in (batch, time)
     version: Tensor  # (batch,) the version of the weights that generated the sample
+    proximal = reference = None  # TRL computes no such log-probs
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor]) -> PackedResponses:

@@ -141,28 +141,27 @@ def _verl_dppo(built: Objective) -> dict[str, str]:
 
 
 def _verl_surrogate(built: Objective) -> Settings:
-    part, level = built.surrogate, built.ratio.level
-    if isinstance(part, LogProb):
-        return Settings({"loss_mode": "gpg"})
-    if isinstance(part, Clipped) and level in ("token", "geometric"):  # No clip of a product over a response.
-        bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
-        if level == "geometric":
-            remarks = () if part.dual is None else ("# differs: verl's gspo has no dual clip",)
-            return Settings({"loss_mode": "gspo", **bounds}, remarks)
-        # verl always has a dual clip.
-        return Settings({**bounds, "clip_ratio_c": "1e9" if part.dual is None else f"{part.dual:g}"})
-    if level != "token":
-        raise no_term(built)
-    if isinstance(part, Reinforce):
-        relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{min(part.ceiling, UNBOUNDED) - 1:.10g}"}
-        return Settings({"loss_mode": "cispo", **relative})
-    if isinstance(part, SoftGate):
-        return Settings({"loss_mode": "sapo", "tau_pos": f"{part.positive:g}", "tau_neg": f"{part.negative:g}"})
-    if isinstance(part, GeometricClip):
-        bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
-        remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
-        return Settings({"loss_mode": "geo_mean", **bounds}, (remark,))
+    match built.surrogate, built.ratio.level:
+        case LogProb(), _:
+            return Settings({"loss_mode": "gpg"})
+        case Clipped(dual=dual) as part, "token":  # verl always has a dual clip.
+            return Settings({**_clip_ratios(part), "clip_ratio_c": "1e9" if dual is None else f"{dual:g}"})
+        case Clipped(dual=dual) as part, "geometric":
+            remarks = () if dual is None else ("# differs: verl's gspo has no dual clip",)
+            return Settings({"loss_mode": "gspo", **_clip_ratios(part)}, remarks)
+        case Reinforce(ceiling=ceiling), "token":
+            relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{min(ceiling, UNBOUNDED) - 1:.10g}"}
+            return Settings({"loss_mode": "cispo", **relative})
+        case SoftGate(positive=positive, negative=negative), "token":
+            return Settings({"loss_mode": "sapo", "tau_pos": f"{positive:g}", "tau_neg": f"{negative:g}"})
+        case GeometricClip() as part, "token":
+            remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
+            return Settings({"loss_mode": "geo_mean", **_clip_ratios(part)}, (remark,))
     raise no_term(built)
+
+
+def _clip_ratios(part: Clipped | GeometricClip) -> dict[str, str]:
+    return {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
 
 
 def _verl_weight(weight: Weight) -> Settings:
@@ -236,31 +235,29 @@ def _call(name: str, options: Mapping[str, str]) -> str:
 
 
 def _trl_surrogate(built: Objective) -> Settings:
-    part, level = built.surrogate, built.ratio.level
-    if isinstance(part, Clipped) and level in ("token", "geometric"):  # No clip of a product over a response.
-        options, remarks = {"epsilon": repr(part.low), "epsilon_high": repr(part.high)}, ()
-        if level == "geometric":
-            options["importance_sampling_level"] = '"sequence"'
-        if part.dual is not None:
-            options["delta"] = repr(part.dual)
-            remarks = ("# differs: TRL's delta caps the ratio where A > 0 too",) if part.dual < 1 + part.high else ()
-        return Settings(options, remarks)
-    if isinstance(part, GammaWeight) and level == "sequence":
-        names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-        values = (part.k1_positive, part.k2_positive, part.k1_negative, part.k2_negative)
-        # TRL takes the product current/sampler from its correction, here without a bound.
-        weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
-        weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
-        return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})
-    if level != "token":
-        raise no_term(built)
-    if isinstance(part, Reinforce):
-        return Settings({"loss_type": '"cispo"', "epsilon_high": repr(min(part.ceiling, UNBOUNDED))})
-    if isinstance(part, SoftGate):
-        options = {"sapo_temperature_pos": repr(part.positive), "sapo_temperature_neg": repr(part.negative)}
-        return Settings({"loss_type": '"sapo"', **options})
-    if isinstance(part, GeometricClip):
-        return Settings({"epsilon": repr(part.low), "epsilon_high": repr(part.high)})
+    match built.surrogate, built.ratio.level:
+        case Clipped(low=low, high=high, dual=dual), "token" | "geometric" as level:
+            options, remarks = {"epsilon": repr(low), "epsilon_high": repr(high)}, ()
+            if level == "geometric":
+                options["importance_sampling_level"] = '"sequence"'
+            if dual is not None:
+                options["delta"] = repr(dual)
+                remarks = ("# differs: TRL's delta caps the ratio where A > 0 too",) if dual < 1 + high else ()
+            return Settings(options, remarks)
+        case GammaWeight() as part, "sequence":
+            names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+            values = (part.k1_positive, part.k2_positive, part.k1_negative, part.k2_negative)
+            # TRL takes the product current/sampler from its correction, here without a bound.
+            weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
+            weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
+            return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})
+        case Reinforce(ceiling=ceiling), "token":
+            return Settings({"loss_type": '"cispo"', "epsilon_high": repr(min(ceiling, UNBOUNDED))})
+        case SoftGate(positive=positive, negative=negative), "token":
+            options = {"sapo_temperature_pos": repr(positive), "sapo_temperature_neg": repr(negative)}
+            return Settings({"loss_type": '"sapo"', **options})
+        case GeometricClip(low=low, high=high), "token":
+            return Settings({"epsilon": repr(low), "epsilon_high": repr(high)})
     raise no_term(built)
 
 
@@ -319,11 +316,11 @@ def _keys(setting: Settings) -> dict[str, str]:
 
 
 def _miles_surrogate(built: Objective) -> Settings:
-    part, level = built.surrogate, built.ratio.level
-    if not isinstance(part, Clipped) or level not in ("token", "geometric"):  # No clip of a product over a response.
-        raise no_term(built)
-    dual = {} if part.dual is None else {"--eps-clip-c": f"{part.dual:g}"}
-    return Settings({"--eps-clip": f"{part.low:g}", "--eps-clip-high": f"{part.high:g}", **dual})
+    match built.surrogate, built.ratio.level:
+        case Clipped(low=low, high=high, dual=dual), "token" | "geometric":
+            bound = {} if dual is None else {"--eps-clip-c": f"{dual:g}"}
+            return Settings({"--eps-clip": f"{low:g}", "--eps-clip-high": f"{high:g}", **bound})
+    raise no_term(built)
 
 
 def _miles_weight(weight: Weight) -> Settings:
