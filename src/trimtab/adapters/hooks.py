@@ -197,6 +197,18 @@ def refuse_standard_deviation(objective: Objective, divides: object, remedy: str
         raise TrimtabError(f"{objective.name} has advantages without the standard deviation: {remedy}")
 
 
+def check_kl(objective: Objective, loaded: bool, setting: str, on: str) -> None:
+    """Raises `TrimtabError` if only one of trainer and objective has a KL term.
+
+    loaded: whether the trainer computes log-probs of the reference. setting: what makes it do so; on: how to set it.
+    """
+    if objective.kl.coef == 0 and loaded:
+        raise TrimtabError(f"{setting} has no effect: {objective.name} has kl_coef = 0: set it, or leave {setting} out")
+    if objective.kl.coef > 0 and not loaded:
+        coef = f"{objective.name} has kl_coef = {objective.kl.coef:g}"
+        raise TrimtabError(f"{coef}, and the trainer computes no reference log-probs: set {on}")
+
+
 class LossSetting(NamedTuple):
     """A setting of a trainer's own loss; a value other than the default is refused, or passed to the objective."""
 

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, peer_module, refuse_chosen
+from trimtab.adapters.hooks import build, check_kl, peer_module, refuse_chosen
 from trimtab.adapters.micro_batch import METRICS, averaged, counted_state, evaluate, record
 from trimtab.adapters.recording import OBSERVED, MonitorChoice
-from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, Output, PolicyLogps
 from trimtab.objectives import objective as preset
 
 ERROR = "token_mult_prob_error"
 """A metric that NeMo-RL's training loop reads at every step."""
+KL_SETTING = (
+    "loss_fn.reference_policy_kl_penalty",
+    "loss_fn.reference_policy_kl_penalty=0.1 (only that it is above 0 counts)",
+)
+"""What makes NeMo-RL compute log-probs of the reference, and how to set it."""
 
 
 class RecordedLoss:
@@ -34,7 +38,6 @@ class RecordedLoss:
     """
 
     def __init__(self, own: Any, *, monitor: MonitorChoice) -> None:
-        vars(self).update(vars(own))  # What NeMo-RL reads of a loss: its type, its input, ...
         self._own, self._monitor = own, monitor
         normalizer = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces").MetricNormalizer
         added = dict.fromkeys((f"trimtab/{name}" for name in OBSERVED), normalizer.TOKENS)
@@ -57,13 +60,8 @@ class RecordedLoss:
         """Returns what NeMo-RL's loss returns, and this micro-batch's share of each scalar of the monitor."""
         logps, advantage = _read(next_token_logprobs.detach(), data)
         observed = averaged(record(logps, advantage, monitor=self._monitor))
-        loss, metrics = self._own(
-            next_token_logprobs=next_token_logprobs,
-            data=data,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_toks=global_valid_toks,
-            **inputs,
-        )
+        counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+        loss, metrics = self._own(next_token_logprobs=next_token_logprobs, data=data, **counts, **inputs)
         share = (logps.mask.sum() / global_valid_toks).item()
         return loss, metrics | {key: value * share for key, value in observed.items()}
 
@@ -85,11 +83,7 @@ class ObjectiveLoss:
         normalizer = interfaces.MetricNormalizer
         self.objective = build("nemo-rl", objective, keywords)
         refuse_chosen("NeMo-RL", "NEMO_RL", replaces, "In ObjectiveLoss")
-        if replaces.reference_policy_kl_penalty > 0 and self.objective.kl.coef == 0:
-            raise TrimtabError(
-                f"loss_fn.reference_policy_kl_penalty has no effect: {self.objective.name} has kl_coef = 0: set it, or "
-                "loss_fn.reference_policy_kl_penalty=0"
-            )
+        check_kl(self.objective, self.objective.kl.coef > 0 or replaces.reference_policy_kl_penalty > 0, *KL_SETTING)
         tokens = self.objective.aggregation.kind == "token-mean"
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGPROB
@@ -118,7 +112,9 @@ class ObjectiveLoss:
         """
         given, advantage = _read(next_token_logprobs, data)
         mask = given.mask
-        self._check_reference(mask, given.reference)
+        # NeMo-RL fills the column with zeros if it computes none.
+        empty = given.reference is None or (bool(mask.any()) and not bool(given.reference[mask].any()))
+        check_kl(self.objective, self.objective.kl.coef > 0 and not empty, *KL_SETTING)
         counts, unfiltered = (global_valid_toks, global_valid_seqs), data.get("curr_logprobs_unfiltered")
         built = self.objective if unfiltered is None else replace(self.objective, kl=KL())
         loss, metrics, logps = evaluate(built, given, advantage, counts=counts, monitor=self._monitor)
@@ -139,18 +135,6 @@ class ObjectiveLoss:
         kl = replace(preset("reinforce"), kl=self.objective.kl, aggregation=self.objective.aggregation)
         alone = replace(logps, current=current, proximal=current.detach())
         return kl(alone, torch.zeros_like(current[:, :1]), state=counted_state(*counts, like=current))
-
-    def _check_reference(self, mask: Tensor, reference: Tensor | None) -> None:
-        """Raises `TrimtabError` if the objective has a KL term and NeMo-RL computed no reference log-probs."""
-        name = self.objective.name
-        if self.objective.kl.coef == 0:
-            return
-        # NeMo-RL fills the column with zeros if it computes none.
-        if reference is None or (bool(mask.any()) and not bool(reference[mask].any())):
-            raise TrimtabError(
-                f"{name} has kl_coef = {self.objective.kl.coef:g}, and NeMo-RL computes no reference log-probs: set "
-                "loss_fn.reference_policy_kl_penalty=0.1 (only that it is above 0 counts)"
-            )
 
 
 def _read(current: Tensor, data: Mapping[str, Tensor]) -> tuple[PolicyLogps, Tensor]:

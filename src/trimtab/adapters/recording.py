@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain, count
 from pathlib import Path
@@ -29,8 +29,9 @@ from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.files import readable_errors, replace_file
 from trimtab.monitor import Monitor
+from trimtab.monitor.response_sample import response_rows as response_rows
+from trimtab.monitor.response_sample import trained_length
 from trimtab.objectives import PolicyLogps
-from trimtab.text import json_value
 
 STOP_ON = "TRIMTAB_STOP_ON"
 OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
@@ -38,25 +39,6 @@ OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
 
 MonitorChoice = str | Path | bool | None
 """True, a folder for the files of each process that trains, or no monitor."""
-
-Columns = Mapping[str, Tensor | Sequence[Any] | None]
-"""Column name -> values; a column that is None is left out."""
-
-
-def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
-    """Yields a row for each response of a padded batch.
-
-    length: (batch,) tokens of each response, trained or not; the rest is padding. tokens: columns of (batch, time).
-    responses: columns with one value per response. A number that is not finite becomes null.
-    """
-    of_tokens, of_responses = (
-        json_value({name: values for name, values in columns.items() if values is not None})
-        for columns in (tokens, responses)
-    )
-    for index, size in enumerate(length.tolist()):
-        cut = {name: values[index][:size] for name, values in of_tokens.items()}
-        yield cut | {name: values[index] for name, values in of_responses.items()}
-
 
 _FILE = re.compile(r"(?:step|call)_(\d+)_rank_(\d+)\.jsonl")
 _STARTED = time.time()
@@ -95,9 +77,8 @@ class Dump:
         if self._last is None:
             self._begin(0, rank)
         self._last = (self._last or 0) + 1
-        positions = torch.arange(1, logps.mask.shape[1] + 1, device=logps.mask.device)
         batch = response_rows(
-            (logps.mask * positions).amax(1),
+            trained_length(logps.mask),
             {"logp_behavior": logps.behavior, "logp_proximal": logps.proximal, "loss_mask": logps.mask.long()},
             {"advantage": torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1)},
         )

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse, refuse_standard_deviation
+from trimtab.adapters.hooks import SETTINGS, build, check_kl, chosen, refuse, refuse_standard_deviation
 from trimtab.adapters.micro_batch import missing_logps, prefixed_metrics, turns_of, usable_tokens
 from trimtab.adapters.recording import Dump, opened, response_rows
-from trimtab.adapters.trl_guard import Guard, ReturnAtSign, TrainerCallback
+from trimtab.adapters.trl_guard import Guard, ReturnAtSign
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
@@ -31,16 +31,6 @@ class Update:
     metrics: Metrics | None = None  # of the objective; None if the loss is TRL's own
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the dump
     observed: dict[str, float] = field(default_factory=dict)  # metrics of the monitor
-
-
-class CloseMonitor(TrainerCallback):
-    """Closes a monitor when training ends, on all processes."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._monitor.close()
 
 
 class TrainsObjective:
@@ -79,11 +69,9 @@ class TrainsObjective:
         if self._used:
             self._check_arguments(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
         super().__init__(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
-        if self._monitor is not None:
-            self.add_callback(CloseMonitor(self._monitor))
-            if self._guard is not None:
-                self._at_sign = ReturnAtSign(self, self._guard, self._monitor)
-                self.add_callback(self._at_sign)
+        if self._guard is not None and self._monitor is not None:
+            self._at_sign = ReturnAtSign(self, self._guard, self._monitor)
+            self.add_callback(self._at_sign)
 
     def _check_arguments(self, given: Mapping[str, Any]) -> None:
         """Raises `TrimtabError` for another version of TRL, and for arguments that the objective or a dump excludes."""
@@ -98,6 +86,12 @@ class TrainsObjective:
     def _used(self) -> bool:
         """Whether anything differs from TRL's trainer."""
         return self._objective is not None or self._records
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
+        if self._monitor is not None:
+            self._monitor.close()  # on all processes
+        return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
@@ -230,9 +224,7 @@ def check_settings(objective: Objective, args: Any, config_class: type) -> None:
         )
     if args.use_vllm and not args.vllm_importance_sampling_correction:
         raise TrimtabError("set vllm_importance_sampling_correction=True: with it TRL computes old_per_token_logps")
-    if (objective.kl.coef > 0) != (args.beta != 0):
-        value = "0.1 (only that it is not 0 counts)" if objective.kl.coef > 0 else "0"
-        raise TrimtabError(f"kl_coef of the objective is {objective.kl.coef:g}: set beta={value} in GRPOConfig")
+    check_kl(objective, args.beta != 0, "beta", "beta=0.1 (only that it is not 0 counts) in GRPOConfig")
     unbiased = objective.kl.kind == "unbiased"
     if objective.kl.coef > 0 and unbiased != args.use_bias_correction_kl:
         other = "k3" if unbiased else "unbiased"
