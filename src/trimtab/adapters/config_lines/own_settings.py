@@ -1,7 +1,7 @@
 """Renders an objective as settings of verl's, TRL's and Miles' own losses; raises `Absent` if these lack a part.
 
-verl: Hydra overrides of its losses and its rollout correction. TRL: arguments of `GRPOConfig`, or of one of two
-configurations in `trl.experimental`. Miles: flags, and the YAML file of the mismatch helper in its examples.
+verl: Hydra overrides of its losses and its rollout correction. TRL: arguments of `GRPOConfig`, or of `GMPOConfig` in
+`trl.experimental`. Miles: flags, and the YAML file of the mismatch helper in its examples.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _verl_mask(rule: Mask) -> Settings:
 def trl(built: Objective) -> list[str]:
     remarks = unset_remarks(built, "TRL")
     if built.ratio.over == "behavior" and not isinstance(built.surrogate, GammaWeight):
-        return [*_trl_async(built), *remarks]
+        raise Absent("GRPOTrainer's ratio is π/π_old (the own loss of AsyncGRPOTrainer is token-bypass)")
     settings = [*corrections(built, _trl_weight, _trl_mask), _trl_surrogate(built)]
     remarks += [remark for one in settings for remark in one.remarks]
     options = {"vllm_importance_sampling_correction": str(built.weight is not None)}
@@ -216,22 +216,10 @@ def trl(built: Objective) -> list[str]:
     return [_call("GRPOConfig", options), *remarks]
 
 
-def _trl_async(built: Objective) -> list[str]:
-    """Returns the lines of `AsyncGRPOTrainer`, whose loss clips current/sampler; `GRPOTrainer` has no such ratio."""
-    clip = built.surrogate
-    only = built.ratio.level == "token" and built.weight is None and not built.masks
-    if not (isinstance(clip, Clipped) and only and clip.dual is None and built.aggregation.kind == "token-mean"):
-        raise Absent("GRPOTrainer's ratio is π/π_old, AsyncGRPOTrainer's is clipped per token without a dual clip")
-    options = {"epsilon": repr(clip.low), "epsilon_high": repr(clip.high)}
-    return [
-        _call("trl.experimental.async_grpo.AsyncGRPOConfig", options),
-        "# of AsyncGRPOTrainer, with gradient_accumulation_steps=1; GRPOTrainer has no ratio π/μ",
-    ]
-
-
 def _call(name: str, options: Mapping[str, str]) -> str:
-    sampler = [] if "Async" in name else ["    use_vllm=True,"]
-    return "\n".join([f"{name}(", *sampler, *(f"    {key}={value}," for key, value in options.items()), ")"])
+    return "\n".join(
+        [f"{name}(", "    use_vllm=True,", *(f"    {key}={value}," for key, value in options.items()), ")"]
+    )
 
 
 def _trl_surrogate(built: Objective) -> Settings:
