@@ -116,7 +116,7 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
     return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)
 
 
-def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monitor:
+def open_monitor(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monitor:
     """Returns the given monitor, a new one without files for True, or a new one that writes into the given folder.
 
     A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`; if False, each rank of
@@ -146,7 +146,7 @@ class Observations:
     """
 
     def __init__(self, monitor: Monitor | str | Path | bool) -> None:
-        self._monitor = opened(monitor, merge_ranks=False)
+        self._monitor = open_monitor(monitor, merge_ranks=False)
         self._step, self._updated = 0, False
         self._follows_optimizer = False
 

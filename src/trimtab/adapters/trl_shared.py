@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trimtab.adapters.hooks import SETTINGS, build, check_kl, chosen, refuse, refuse_standard_deviation
 from trimtab.adapters.micro_batch import missing_logps, prefixed_metrics, turns_of, usable_tokens
-from trimtab.adapters.recording import Dump, opened, response_rows
+from trimtab.adapters.recording import Dump, open_monitor, response_rows
 from trimtab.adapters.trl_guard import Guard, ReturnAtSign
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
@@ -61,7 +61,7 @@ class TrainsObjective:
         if not isinstance(guard, Guard | bool):
             raise TrimtabError(f"guard={guard!r}: give True, or a Guard of trimtab.adapters.trl")
         self._guard = Guard() if guard is True else guard or None
-        self._monitor = opened(monitor or True, merge_ranks=True) if monitor or self._guard else None
+        self._monitor = open_monitor(monitor or True, merge_ranks=True) if monitor or self._guard else None
         if self._used and "unsloth" in sys.modules:
             raise TrimtabError(
                 "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"

@@ -18,7 +18,7 @@ import torch
 
 from trimtab.adapters.hooks import wrap
 from trimtab.adapters.micro_batch import prefixed_metrics
-from trimtab.adapters.recording import Dump, opened, response_rows
+from trimtab.adapters.recording import Dump, open_monitor, response_rows
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError
 
@@ -124,7 +124,7 @@ class Watch:
     """A monitor in the driver's process, which asks verl's trainer there for the number of the update."""
 
     def __init__(self, folder: str) -> None:
-        self._monitor = functools.cache(lambda: opened(folder, merge_ranks=False))  # created at the first batch
+        self._monitor = functools.cache(lambda: open_monitor(folder, merge_ranks=False))  # created at the first batch
         self._trainer: Any = None
         self._tags: Sequence[dict[str, Any]] | None = None
         self._calls = count()

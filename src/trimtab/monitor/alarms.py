@@ -243,14 +243,12 @@ def gradient_norm_falls(steps: Sequence[Step]) -> Alarm | None:
     The gradient also gets smaller if prompts are learned, because groups of equal rewards have none; the reward then
     rises. Rewards that are missing or not finite do not prevent the alarm; a norm that is not finite is not a fall.
     """
-    before, after = (_values(part, "grad_norm") for part in (steps[-KEPT:-WINDOW], steps[-WINDOW:]))
-    if not np.median(after) < 0.35 * np.median(before):
+    earlier, last = steps[-KEPT:-WINDOW], steps[-WINDOW:]
+    before, after = median(earlier, "grad_norm"), median(last, "grad_norm")
+    if not after < 0.35 * before or clearly_above(_values(last, "reward/mean"), _values(earlier, "reward/mean")):
         return None
-    if clearly_above(*(_values(part, "reward/mean") for part in (steps[-WINDOW:], steps[-KEPT:-WINDOW]))):
-        return None
-    norm = float(np.median(after))
-    detail = f"the gradient norm fell from {np.median(before):.2g} to {norm:.2g}, medians of {WINDOW} steps each"
-    return Alarm("note", "gradient-norm", detail, "look at reward and entropy: this came before collapses", norm)
+    detail = f"the gradient norm fell from {before:.2g} to {after:.2g}, medians of {WINDOW} steps each"
+    return Alarm("note", "gradient-norm", detail, "look at reward and entropy: this came before collapses", after)
 
 
 def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
@@ -259,20 +257,19 @@ def gradient_norm_explodes(steps: Sequence[Step]) -> Alarm | None:
     If the norm is missing, there is no alarm; if a reward is missing, the alarm says so.
     """
     parts = steps[:-WINDOW][:WINDOW], steps[-WINDOW:]
-    before, after = (_values(part, "grad_norm") for part in parts)
-    if not 0 < 10 * np.median(before) <= np.median(after):
+    before, after = (median(part, "grad_norm") for part in parts)
+    if not 0 < 10 * before <= after:
         return None
-    earlier, later = (_values(part, "reward/mean") for part in parts)
-    known = bool(np.isfinite([*earlier, *later]).all())
-    if known and clearly_above(later, earlier):
+    earlier, last = (_values(part, "reward/mean") for part in parts)
+    known = bool(np.isfinite([*earlier, *last]).all())
+    if known and clearly_above(last, earlier):
         return None
-    norm = float(np.median(after))
     detail = (
-        f"the gradient norm rose from {np.median(before):.2g} to {norm:.2g}, medians of the first "
-        f"{len(before)} and the last {WINDOW} steps{'' if known else '; whether the reward rose is not known'}"
+        f"the gradient norm rose from {before:.2g} to {after:.2g}, medians of the first {len(parts[0])} and the last "
+        f"{WINDOW} steps{'' if known else '; whether the reward rose is not known'}"
     )
     advice = "look at reward and entropy, lower the learning rate, or go back to a checkpoint before the rise"
-    return Alarm("note", "gradient-explosion", detail, advice, norm)
+    return Alarm("note", "gradient-explosion", detail, advice, after)
 
 
 def gradient_is_zero(steps: Sequence[Step]) -> Alarm | None:

@@ -347,4 +347,4 @@ def test_what_cannot_be_watched_is_refused() -> None:
     with pytest.raises(TrimtabError, match="give True or a folder"):
         recording.observations(Monitor())  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="monitor=5: give True, a folder, or"):
-        recording.opened(5, merge_ranks=False)  # type: ignore[arg-type]
+        recording.open_monitor(5, merge_ranks=False)  # type: ignore[arg-type]
