@@ -115,6 +115,7 @@ HOOKS: dict[str, Hook] = {
     "skyrl": Hook(
         "SkyRL",
         POLICIES,
+        aggregations=("token-mean", "seq-mean-token-mean", "constant"),
         terms=False,
         remedies={"behavior": "set generator.sampling_params.logprobs=0 (0: that of the sampled token alone)"},
     ),
@@ -195,18 +196,6 @@ def refuse_standard_deviation(objective: Objective, divides: object, remedy: str
     """Raises `TrimtabError` if the trainer divides advantages by a standard deviation and the objective does not."""
     if objective.advantage == "dr-grpo" and divides:
         raise TrimtabError(f"{objective.name} has advantages without the standard deviation: {remedy}")
-
-
-def check_kl(objective: Objective, loaded: bool, setting: str, on: str) -> None:
-    """Raises `TrimtabError` if only one of trainer and objective has a KL term.
-
-    loaded: whether the trainer computes log-probs of the reference. setting: what makes it do so; on: how to set it.
-    """
-    if objective.kl.coef == 0 and loaded:
-        raise TrimtabError(f"{setting} has no effect: {objective.name} has kl_coef = 0: set it, or leave {setting} out")
-    if objective.kl.coef > 0 and not loaded:
-        coef = f"{objective.name} has kl_coef = {objective.kl.coef:g}"
-        raise TrimtabError(f"{coef}, and the trainer computes no reference log-probs: set {on}")
 
 
 class LossSetting(NamedTuple):

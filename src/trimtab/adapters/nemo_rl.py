@@ -15,19 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, check_kl, peer_module, refuse_chosen
+from trimtab.adapters.hooks import build, peer_module, refuse_chosen
 from trimtab.adapters.micro_batch import METRICS, averaged, counted_state, evaluate, record
 from trimtab.adapters.recording import OBSERVED, MonitorChoice
+from trimtab.errors import TrimtabError
 from trimtab.objectives import KL, Objective, Output, PolicyLogps
 from trimtab.objectives import objective as preset
 
 ERROR = "token_mult_prob_error"
 """A metric that NeMo-RL's training loop reads at every step."""
-KL_SETTING = (
-    "loss_fn.reference_policy_kl_penalty",
-    "loss_fn.reference_policy_kl_penalty=0.1 (only that it is above 0 counts)",
-)
-"""What makes NeMo-RL compute log-probs of the reference, and how to set it."""
 
 
 class RecordedLoss:
@@ -44,7 +40,7 @@ class RecordedLoss:
         self.metric_normalizations = {**getattr(own, "metric_normalizations", {}), **added}
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self).get("_own")  # Not set yet while a copy is made.
+        own = vars(self).get("_own")  # Not set yet while a copy is made. NeMo-RL reads the type of the loss, ...
         if own is None:
             raise AttributeError(name)
         return getattr(own, name)
@@ -83,7 +79,11 @@ class ObjectiveLoss:
         normalizer = interfaces.MetricNormalizer
         self.objective = build("nemo-rl", objective, keywords)
         refuse_chosen("NeMo-RL", "NEMO_RL", replaces, "In ObjectiveLoss")
-        check_kl(self.objective, self.objective.kl.coef > 0 or replaces.reference_policy_kl_penalty > 0, *KL_SETTING)
+        if replaces.reference_policy_kl_penalty > 0 and self.objective.kl.coef == 0:
+            raise TrimtabError(
+                f"loss_fn.reference_policy_kl_penalty has no effect: {self.objective.name} has kl_coef = 0: set it, or "
+                "loss_fn.reference_policy_kl_penalty=0"
+            )
         tokens = self.objective.aggregation.kind == "token-mean"
         self.loss_type = interfaces.LossType.TOKEN_LEVEL if tokens else interfaces.LossType.SEQUENCE_LEVEL
         self.input_type = interfaces.LossInputType.LOGPROB
@@ -112,9 +112,7 @@ class ObjectiveLoss:
         """
         given, advantage = _read(next_token_logprobs, data)
         mask = given.mask
-        # NeMo-RL fills the column with zeros if it computes none.
-        empty = given.reference is None or (bool(mask.any()) and not bool(given.reference[mask].any()))
-        check_kl(self.objective, self.objective.kl.coef > 0 and not empty, *KL_SETTING)
+        self._check_reference(mask, given.reference)
         counts, unfiltered = (global_valid_toks, global_valid_seqs), data.get("curr_logprobs_unfiltered")
         built = self.objective if unfiltered is None else replace(self.objective, kl=KL())
         loss, metrics, logps = evaluate(built, given, advantage, counts=counts, monitor=self._monitor)
@@ -135,6 +133,18 @@ class ObjectiveLoss:
         kl = replace(preset("reinforce"), kl=self.objective.kl, aggregation=self.objective.aggregation)
         alone = replace(logps, current=current, proximal=current.detach())
         return kl(alone, torch.zeros_like(current[:, :1]), state=counted_state(*counts, like=current))
+
+    def _check_reference(self, mask: Tensor, reference: Tensor | None) -> None:
+        """Raises `TrimtabError` if the objective has a KL term and NeMo-RL computed no reference log-probs."""
+        name = self.objective.name
+        if self.objective.kl.coef == 0:
+            return
+        # NeMo-RL fills the column with zeros if it computes none.
+        if reference is None or (bool(mask.any()) and not bool(reference[mask].any())):
+            raise TrimtabError(
+                f"{name} has kl_coef = {self.objective.kl.coef:g}, and NeMo-RL computes no reference log-probs: set "
+                "loss_fn.reference_policy_kl_penalty=0.1 (only that it is above 0 counts)"
+            )
 
 
 def _read(current: Tensor, data: Mapping[str, Tensor]) -> tuple[PolicyLogps, Tensor]:

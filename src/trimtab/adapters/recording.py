@@ -126,10 +126,8 @@ def open_monitor(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> 
         if not hasattr(monitor, "observe"):
             raise TrimtabError(f"monitor={monitor!r}: give True, a folder, or a trimtab.Monitor")
         return monitor
-    if isinstance(monitor, bool):
-        return Monitor(merge_ranks=merge_ranks, stop_on=stop_on())
     alone = not merge_ranks and dist.is_available() and dist.is_initialized()
-    folder = Path(monitor) / (f"rank_{dist.get_rank()}" if alone else "")
+    folder = None if isinstance(monitor, bool) else Path(monitor) / (f"rank_{dist.get_rank()}" if alone else "")
     return Monitor(folder, merge_ranks=merge_ranks, stop_on=stop_on())
 
 

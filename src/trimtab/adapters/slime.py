@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, check_kl, hook, peer_module, refuse_chosen, refuse_standard_deviation
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_chosen, refuse_standard_deviation
 from trimtab.adapters.micro_batch import averaged, evaluate, turns_of, usable_tokens
 from trimtab.adapters.recording import OBSERVED, observations
 from trimtab.errors import TrimtabError
@@ -153,8 +153,13 @@ def _check_settings(objective: Objective, args: Namespace, batch: Mapping[str, A
         )
     divides = getattr(args, "grpo_std_normalization", False)
     refuse_standard_deviation(objective, divides, "set --disable-grpo-std-normalization")
-    loaded = getattr(args, "use_kl_loss", False) if objective.kl.coef == 0 else bool(batch.get("ref_log_probs"))
-    check_kl(objective, loaded, "--use-kl-loss", "--use-kl-loss, with --kl-loss-coef 0")
+    if objective.kl.coef == 0 and getattr(args, "use_kl_loss", False):
+        raise TrimtabError(f"--use-kl-loss has no effect: {objective.name} has kl_coef = 0: set it, or leave this out")
+    if objective.kl.coef > 0 and not batch.get("ref_log_probs"):
+        raise TrimtabError(
+            f"{objective.name} has kl_coef = {objective.kl.coef:g}, and no reference log-probs are passed: set "
+            "--use-kl-loss, with --kl-loss-coef 0"
+        )
     if "proximal" in objective.needs and getattr(args, "use_rollout_logprobs", False):
         raise TrimtabError(
             f"{objective.name} reads the log-probs at the start of the update, and --use-rollout-logprobs leaves them "

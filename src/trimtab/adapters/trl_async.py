@@ -87,7 +87,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._update is None:
             self._update = Update(self.state.global_step, self._begun(model))
-        update, part = self._update, PackedResponses.of(inputs)
+        update, part = self._update, PackedResponses(inputs)
         own, outputs = self._forward(model, inputs)
         current, entropy = (part.unpacked(one.flatten()) for one in (outputs.log_probs, outputs.entropy))
         logps = self._logps(part, current, entropy)
@@ -136,7 +136,7 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
         known = torch.tensor(version, device=self.accelerator.device)
         self._version = int(self.accelerator.reduce(known, reduction="sum"))
         window = [self._prepare_inputs(inputs) for inputs in self._window]
-        parts = [PackedResponses.of(inputs) for inputs in window]
+        parts = [PackedResponses(inputs) for inputs in window]
 
         def score(index: int) -> Tensor:
             return parts[index].unpacked(self._unlogged_forward(model, window[index]).log_probs.flatten())

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import SETTINGS, build, check_kl, chosen, refuse, refuse_standard_deviation
+from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse, refuse_standard_deviation
 from trimtab.adapters.micro_batch import missing_logps, prefixed_metrics, turns_of, usable_tokens
 from trimtab.adapters.recording import Dump, open_monitor, response_rows
 from trimtab.adapters.trl_guard import Guard, ReturnAtSign
@@ -224,7 +224,9 @@ def check_settings(objective: Objective, args: Any, config_class: type) -> None:
         )
     if args.use_vllm and not args.vllm_importance_sampling_correction:
         raise TrimtabError("set vllm_importance_sampling_correction=True: with it TRL computes old_per_token_logps")
-    check_kl(objective, args.beta != 0, "beta", "beta=0.1 (only that it is not 0 counts) in GRPOConfig")
+    if (objective.kl.coef > 0) != (args.beta != 0):
+        value = "0.1 (only that it is not 0 counts)" if objective.kl.coef > 0 else "0"
+        raise TrimtabError(f"kl_coef of the objective is {objective.kl.coef:g}: set beta={value} in GRPOConfig")
     unbiased = objective.kl.kind == "unbiased"
     if objective.kl.coef > 0 and unbiased != args.use_bias_correction_kl:
         other = "k3" if unbiased else "unbiased"

@@ -32,11 +32,10 @@ MODES = {"constant": "seq-mean-token-sum-norm"}
 
 
 class PolicyLoss:
-    """An objective with the signature of verl's policy losses, built from verl's configuration at the first call."""
+    """An objective with the signature of verl's policy losses, built from verl's configuration at each call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._built: dict[str, Objective] = {}
 
     def __call__(
         self,
@@ -70,11 +69,7 @@ class PolicyLoss:
 
         Raises `TrimtabError` if verl aggregates or scales differently, and for settings without effect.
         """
-        keywords = loss_keywords(self.name, actor)
-        key = repr(sorted(keywords.items()))
-        if key not in self._built:
-            self._built[key] = build("verl", self.name, keywords)
-        built = self._built[key]
+        built = build("verl", self.name, loss_keywords(self.name, actor))
         wanted = MODES.get(built.aggregation.kind, built.aggregation.kind)
         if loss_agg_mode != wanted:
             raise TrimtabError(

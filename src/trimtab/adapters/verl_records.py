@@ -114,10 +114,9 @@ def versions(trainer: Any, oldest: Sequence[int | None]) -> list[int] | None:
 
 
 def _versions(trainer: Any, oldest: Sequence[int | None]) -> dict[str, list[int]]:
-    known = versions(trainer, oldest)
-    return (
-        {} if known is None else {"policy_version": known, "proximal_version": [trainer.global_steps - 1] * len(known)}
-    )
+    if (known := versions(trainer, oldest)) is None:
+        return {}
+    return {"policy_version": known, "proximal_version": [trainer.global_steps - 1] * len(known)}
 
 
 class Watch:

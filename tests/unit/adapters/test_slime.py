@@ -72,7 +72,7 @@ WITH_KL = {"name": "grpo", "kl_coef": 0.1}
     ("name", "options", "line"),
     [
         ("grpo", {"use_kl_loss": True}, "--use-kl-loss has no effect"),
-        (WITH_KL, {"use_kl_loss": True, "kl_loss_coef": 0.0}, "computes no reference log-probs: set --use-kl-loss"),
+        (WITH_KL, {"use_kl_loss": True, "kl_loss_coef": 0.0}, "no reference log-probs are passed: set --use-kl-loss"),
         ("icepop", {"use_rollout_logprobs": True}, "--use-rollout-logprobs leaves them out: turn it off"),
         ("grpo", {}, "a rollout of several samples counts once"),
     ],
