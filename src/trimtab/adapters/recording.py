@@ -64,8 +64,7 @@ class Dump:
         """Writes `step_STEP_rank_RANK.jsonl` and returns its path. Raises `TrimtabError` if that fails."""
         if self._last is None or step <= self._last:
             self._begin(step, rank)
-        self._last = step
-        return self._write(f"step_{step:06d}_rank_{rank}.jsonl", [{"step": step, **row} for row in batch])
+        return self._write("step", step, rank, [{"step": step, **row} for row in batch])
 
     def write_call(self, logps: PolicyLogps, advantage: Tensor) -> Path:
         """Writes the log-probs of one call of a loss that knows no step, as `call_NUMBER_rank_RANK.jsonl`.
@@ -76,13 +75,12 @@ class Dump:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if self._last is None:
             self._begin(0, rank)
-        self._last = (self._last or 0) + 1
         batch = response_rows(
             trained_length(logps.mask),
             {"logp_behavior": logps.behavior, "logp_proximal": logps.proximal, "loss_mask": logps.mask.long()},
             {"advantage": torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1)},
         )
-        return self._write(f"call_{self._last:06d}_rank_{rank}.jsonl", list(batch))
+        return self._write("call", (self._last or 0) + 1, rank, list(batch))
 
     def _begin(self, step: int, rank: int) -> None:
         """Chooses the folder of a run that begins or resumes at `step`: the first without files from that step on."""
@@ -93,8 +91,8 @@ class Dump:
             text = f"{self._first} holds log-probs of an earlier run: those of this run are written to {self.folder}"
             warnings.warn(text, TrimtabWarning, stacklevel=3)
 
-    def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
-        path = self.folder / name
+    def _write(self, kind: str, number: int, rank: int, batch: Sequence[Mapping[str, Any]]) -> Path:
+        self._last, path = number, self.folder / f"{kind}_{number:06d}_rank_{rank}.jsonl"
         with readable_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, "".join(json.dumps(row) + "\n" for row in batch).encode())

@@ -20,8 +20,8 @@ VERSIONS = "model_version"
 class PackedResponses:
     """The samples of a packed row as a (batch, time) batch: one sample per row, from its first trained token on.
 
-    mask: (batch, time) bool, the trained tokens. behavior: (batch, time), the sampler's log-probs. advantage:
-        (batch, 1). length: (batch,), tokens from the first to the last trained one.
+    mask: (batch, time) bool, the trained tokens. behavior: (batch, time), the sampler's log-probs.
+    advantage: (batch, 1). length: (batch,), tokens from the first to the last trained one.
     version: (batch,), of the weights that generated the sample.
     """
 

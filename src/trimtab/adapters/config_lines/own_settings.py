@@ -79,29 +79,23 @@ def unset_remarks(built: Objective, name: str) -> list[str]:
 
 def verl(built: Objective) -> list[str]:
     """Returns Hydra overrides. For ratios π/μ they set bypass_mode: the sampler's log-probs then stand for π_old's."""
-    remarks, bypass = unset_remarks(built, "verl"), built.ratio.over == "behavior"
-    options = {f"{CORRECTION}.rollout_is": "null"}
-    if bypass:
-        if built.weight is not None:
-            raise Absent("no weight beside π/μ")
-        options = {f"{CORRECTION}.bypass_mode": "True"}
-        surrogate = Settings(_verl_dppo(built)) if built.masks else _verl_surrogate(built)
-        actor = dict(surrogate.options)
-        remarks += surrogate.remarks
-        if "loss_mode" in actor:
-            remarks.append("# with verl's trainer V1, its default; v0 replaces the loss in bypass_mode")
-    else:
-        surrogate, given = _verl_surrogate(built), corrections(built, _verl_weight, _verl_mask)
-        actor = dict(surrogate.options)
-        remarks += [remark for one in (surrogate, *given) for remark in one.remarks]
-        joined: dict[str, list[str]] = {}
-        for one in given:
-            for key, value in one.options.items():
-                joined.setdefault(key, []).append(value.strip('"'))
-        # Several rules share one key.
-        options |= {f"{CORRECTION}.{key}": _quoted(",".join(values)) for key, values in joined.items()}
-        if built.masks and not _verl_denominators(built):
-            remarks.append("# differs: verl leaves rejected tokens out of the denominators, and counts every sequence")
+    bypass = built.ratio.over == "behavior"
+    if bypass and built.weight is not None:
+        raise Absent("no weight beside π/μ")
+    surrogate = Settings(_verl_dppo(built)) if bypass and built.masks else _verl_surrogate(built)
+    given = [] if bypass else corrections(built, _verl_weight, _verl_mask)
+    actor, remarks = surrogate.options, unset_remarks(built, "verl")
+    remarks += [remark for one in (surrogate, *given) for remark in one.remarks]
+    if bypass and "loss_mode" in actor:
+        remarks.append("# with verl's trainer V1, its default; v0 replaces the loss in bypass_mode")
+    if given and built.masks and not _verl_denominators(built):
+        remarks.append("# differs: verl leaves rejected tokens out of the denominators, and counts every sequence")
+    options = {f"{CORRECTION}.bypass_mode": "True"} if bypass else {f"{CORRECTION}.rollout_is": "null"}
+    joined: dict[str, list[str]] = {}  # Several rules share one key.
+    for one in given:
+        for key, value in one.options.items():
+            joined.setdefault(key, []).append(value.strip('"'))
+    options |= {f"{CORRECTION}.{key}": _quoted(",".join(values)) for key, values in joined.items()}
     if actor.get("loss_mode") == "sapo" and built.aggregation.kind != "seq-mean-token-mean":
         remarks.append("# differs: verl's sapo aggregates by seq-mean-token-mean, whatever loss_agg_mode says")
     options["actor_rollout_ref.rollout.calculate_log_probs"] = "True"
