@@ -194,6 +194,7 @@ class Monitor:
         if self._open:
             self._open = False
             atexit.unregister(self._close_at_exit)
+            self._write_sample()  # again, in case that it failed
             if self._distributed:
                 dist.barrier(self._group)  # The sample is complete when all ranks have written.
         return self.verdict
@@ -204,6 +205,12 @@ class Monitor:
             self.close()
         elif self._current is not None:
             self._finish()
+
+    def _write_sample(self) -> None:
+        if self._out is not None and len(self._sample):
+            path = self._out / (f"sample_rank_{self._rank}.jsonl" if self._distributed else "sample.jsonl")
+            with readable_errors(path):
+                self._sample.flush(path)
 
     def _finish(self) -> None:
         assert self._current is not None
@@ -222,10 +229,7 @@ class Monitor:
             if self._rank == 0 and (worse or self._history.count - self._last_seen[alarm.name] >= WINDOW):
                 self._on_alarm(alarm)
             self._last_seen[alarm.name] = self._history.count
-        if self._out is not None and len(self._sample):
-            path = self._out / (f"sample_rank_{self._rank}.jsonl" if self._distributed else "sample.jsonl")
-            with readable_errors(path):
-                self._sample.flush(path)
+        self._write_sample()
         if self._out is not None and self._rank == 0:
             row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
             path = self._out / "metrics.jsonl"
