@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from trimtab.adapters.config_lines.adapter_lines import ACTOR, ALGORITHM, assignment, verl_aggregation
@@ -50,19 +50,21 @@ def no_term(built: Objective) -> Absent:
     return Absent(f"no term {built.surrogate.equation('r')}")
 
 
-def no_weight(weight: Weight) -> Absent:
-    return Absent(f"no weight {weight.equation()}{', w = π/μ' if weight.over == 'current' else ''}")
-
-
 def no_mask(rule: Mask) -> Absent:
     return Absent(f"no mask that keeps where {rule.equation()}")
 
 
 def corrections(
-    built: Objective, weight: Callable[[Weight], Settings], mask: Callable[[Mask], Settings]
+    built: Objective, levels: Sequence[str], render: Callable[[Weight], Settings], mask: Callable[[Mask], Settings]
 ) -> list[Settings]:
-    """Returns the settings of the weight, from the function `weight`, then of each mask, from the function `mask`."""
-    return [*([] if built.weight is None else [weight(built.weight)]), *map(mask, built.masks)]
+    """Returns the settings of the weight, from the function `render`, then of each mask, from the function `mask`.
+
+    levels: those of the weights that the trainer has.
+    """
+    weight = built.weight
+    if weight is not None and (weight.level not in levels or weight.over == "current"):
+        raise Absent(f"no weight {weight.equation()}{', w = π/μ' if weight.over == 'current' else ''}")
+    return [*([] if weight is None else [render(weight)]), *map(mask, built.masks)]
 
 
 def unset_remarks(built: Objective, name: str) -> list[str]:
@@ -83,7 +85,7 @@ def verl(built: Objective) -> list[str]:
     if bypass and built.weight is not None:
         raise Absent("no weight beside π/μ")
     surrogate = Settings(_verl_dppo(built)) if bypass and built.masks else _verl_surrogate(built)
-    given = [] if bypass else corrections(built, _verl_weight, _verl_mask)
+    given = [] if bypass else corrections(built, ("token", "sequence"), _verl_weight, _verl_mask)
     actor, remarks = surrogate.options, unset_remarks(built, "verl")
     remarks += [remark for one in (surrogate, *given) for remark in one.remarks]
     if bypass and "loss_mode" in actor:
@@ -159,8 +161,6 @@ def _clip_ratios(part: Clipped | GeometricClip) -> dict[str, str]:
 
 
 def _verl_weight(weight: Weight) -> Settings:
-    if weight.level not in ("token", "sequence") or weight.over == "current":
-        raise no_weight(weight)
     threshold, remarks = f"{weight.high:g}", ()
     if weight.bound == "mask":
         threshold = f'"{max(weight.low, LOWEST):g}_{weight.high:g}"'
@@ -188,7 +188,7 @@ def trl(built: Objective) -> list[str]:
     remarks = unset_remarks(built, "TRL")
     if built.ratio.over == "behavior" and not isinstance(built.surrogate, GammaWeight):
         raise Absent("GRPOTrainer's ratio is π/π_old (the own loss of AsyncGRPOTrainer is token-bypass)")
-    settings = [*corrections(built, _trl_weight, _trl_mask), _trl_surrogate(built)]
+    settings = [*corrections(built, ("token", "sequence"), _trl_weight, _trl_mask), _trl_surrogate(built)]
     remarks += [remark for one in settings for remark in one.remarks]
     options = {"vllm_importance_sampling_correction": str(built.weight is not None)}
     for one in settings:
@@ -244,8 +244,6 @@ def _trl_surrogate(built: Objective) -> Settings:
 
 
 def _trl_weight(weight: Weight) -> Settings:
-    if weight.level not in ("token", "sequence") or weight.over == "current":
-        raise no_weight(weight)
     form, key = "mask" if weight.bound == "mask" else "truncate", "vllm_importance_sampling"
     options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": repr(weight.high)}
     options |= {f"{key}_clip_min": repr(weight.low)} if weight.low > 0 else {}
@@ -259,8 +257,8 @@ def _trl_mask(rule: Mask) -> Settings:
 
 
 def miles(built: Objective) -> list[str]:
-    surrogate, weight = _miles_surrogate(built), None if built.weight is None else _miles_weight(built.weight)
-    masks = [_miles_mask(rule) for rule in built.masks]
+    surrogate, masks = _miles_surrogate(built), corrections(built, LEVELS, _miles_weight, _miles_mask)
+    weight = None if built.weight is None else masks.pop(0)
     rows = [f"--advantage-estimator {'gspo' if built.ratio.level == 'geometric' else 'grpo'}"]
     rows += ["--calculate-per-token-loss"] if built.aggregation.kind == "token-mean" else []
     rows += [*_flags(surrogate), *surrogate.remarks]
@@ -307,8 +305,6 @@ def _miles_surrogate(built: Objective) -> Settings:
 
 def _miles_weight(weight: Weight) -> Settings:
     """Returns keys of the mismatch helper in Miles' examples and, if Miles has the weight built in, flags."""
-    if weight.level not in LEVELS or weight.over == "current":
-        raise no_weight(weight)
     built_in = {}
     if weight.level == "token" and not weight.normalize:
         custom = {"--custom-tis-function-path": ICEPOP} if weight.bound == "mask" else {}
