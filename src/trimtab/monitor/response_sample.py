@@ -109,8 +109,9 @@ class ResponseSample:
         if self._written is None:
             self.write(path)
             return
+        new, self._written = self._kept[self._written :], None  # rewritten next time if this fails
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(_lines(self._kept[self._written :]))
+            file.writelines(_lines(new))
         self._written = len(self._kept)
 
     def __len__(self) -> int:
