@@ -306,8 +306,10 @@ interfaces.MetricNormalizer = SimpleNamespace(TOKENS="tokens")
 for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss", "prime_rl.trainer", "prime_rl.trainer.rl"):
     sys.modules[name] = ModuleType(name)
 from trimtab.adapters.nemo_rl import RecordedLoss as OfNeMo
-from trimtab.adapters.openrlhf import RecordedLoss as OfOpenRLHF
+from trimtab.adapters.openrlhf import _recorded
 from trimtab.adapters.prime_rl import loss
+from trimtab.adapters.recording import Dump
+dump = Dump(logps)
 options = {"dppo_mask_low": 0.2, "dppo_mask_high": 0.3, "adv_tau": 1.0, "kl_tau": 1e-3}
 config = SimpleNamespace(**options)
 def summed(function, batch, logp):
@@ -324,7 +326,7 @@ own = {
 }
 recorded = {
     "nemo-rl": from_hooks.nemo_rl(folder, lambda one: OfNeMo(one, monitor=True)),
-    "openrlhf": from_hooks.openrlhf(folder, lambda one: OfOpenRLHF(one, dump=logps, monitor=True)),
+    "openrlhf": from_hooks.openrlhf(folder, lambda one: _recorded(one, dump, True)),
     "prime-rl": partial(summed, partial(loss, monitor=True, type="default", **options)),
 }
 for name, batch in generate.each(generate.make_batches()):

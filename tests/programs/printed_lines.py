@@ -103,7 +103,6 @@ def verl() -> dict[str, Any]:
 
 def trl() -> dict[str, Any]:
     """TRL's configuration built from the call, and the loss of its trainer on a stand-in, in two micro-batches."""
-    import trl.experimental.async_grpo
     import trl.experimental.gmpo
     from trl import GRPOConfig
 
@@ -125,10 +124,7 @@ def trl() -> dict[str, Any]:
         call.keywords.append(ast.keyword("output_dir", ast.Constant("unused")))
         call.keywords += [ast.keyword(key, ast.Constant(value)) for key, value in (("use_cpu", True), ("bf16", False))]
         config = eval(ast.unparse(call), names)  # noqa: S307
-        if "async" not in kind:
-            result[name] |= {} if "# differs" in text else difference(trl_loss(config), library(name, nearer()))
-        else:
-            result[name]["epsilon"] = [config.epsilon, config.epsilon_high]
+        result[name] |= {} if "# differs" in text else difference(trl_loss(config), library(name, nearer()))
     return result
 
 

@@ -11,10 +11,11 @@ no preset has, such as verl's `clip_cov`, are ignored: the trainer reads them on
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import importlib.resources
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -114,6 +115,7 @@ HOOKS: dict[str, Hook] = {
     "skyrl": Hook(
         "SkyRL",
         POLICIES,
+        aggregations=("token-mean", "seq-mean-token-mean", "constant"),
         terms=False,
         remedies={"behavior": "set generator.sampling_params.logprobs=0 (0: that of the sampled token alone)"},
     ),
@@ -178,6 +180,16 @@ def peer_module(trainer: str, name: str) -> Any:
             f"{trainer} cannot be used here: {name} needs {error.name}, which is not installed: run this where "
             f"{trainer} is"
         ) from None
+
+
+def wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls `replacement(original, ...)`, with the name and the signature of the original."""
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return replacement(original, *arguments, **keywords)
+
+    return call
 
 
 def refuse_standard_deviation(objective: Objective, divides: object, remedy: str) -> None:

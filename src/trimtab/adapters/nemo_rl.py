@@ -34,14 +34,13 @@ class RecordedLoss:
     """
 
     def __init__(self, own: Any, *, monitor: MonitorChoice) -> None:
-        vars(self).update(vars(own))  # What NeMo-RL reads of a loss: its type, its input, ...
         self._own, self._monitor = own, monitor
         normalizer = peer_module("NeMo-RL", "nemo_rl.algorithms.loss.interfaces").MetricNormalizer
         added = dict.fromkeys((f"trimtab/{name}" for name in OBSERVED), normalizer.TOKENS)
         self.metric_normalizations = {**getattr(own, "metric_normalizations", {}), **added}
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self).get("_own")  # Not set yet while a copy is made.
+        own = vars(self).get("_own")  # Not set yet while a copy is made. NeMo-RL reads the type of the loss, ...
         if own is None:
             raise AttributeError(name)
         return getattr(own, name)
@@ -57,13 +56,8 @@ class RecordedLoss:
         """Returns what NeMo-RL's loss returns, and this micro-batch's share of each scalar of the monitor."""
         logps, advantage = _read(next_token_logprobs.detach(), data)
         observed = averaged(record(logps, advantage, monitor=self._monitor))
-        loss, metrics = self._own(
-            next_token_logprobs=next_token_logprobs,
-            data=data,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_toks=global_valid_toks,
-            **inputs,
-        )
+        counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+        loss, metrics = self._own(next_token_logprobs=next_token_logprobs, data=data, **counts, **inputs)
         share = (logps.mask.sum() / global_valid_toks).item()
         return loss, metrics | {key: value * share for key, value in observed.items()}
 

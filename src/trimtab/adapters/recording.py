@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain, count
 from pathlib import Path
@@ -29,8 +29,9 @@ from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.files import readable_errors, replace_file
 from trimtab.monitor import Monitor
+from trimtab.monitor.response_sample import response_rows as response_rows
+from trimtab.monitor.response_sample import trained_length
 from trimtab.objectives import PolicyLogps
-from trimtab.text import json_value
 
 STOP_ON = "TRIMTAB_STOP_ON"
 OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
@@ -38,25 +39,6 @@ OBSERVED = ("mismatch/k3", "mismatch/ess_token", "mean_ratio", "monitor/alarms")
 
 MonitorChoice = str | Path | bool | None
 """True, a folder for the files of each process that trains, or no monitor."""
-
-Columns = Mapping[str, Tensor | Sequence[Any] | None]
-"""Column name -> values; a column that is None is left out."""
-
-
-def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
-    """Yields a row for each response of a padded batch.
-
-    length: (batch,) tokens of each response, trained or not; the rest is padding. tokens: columns of (batch, time).
-    responses: columns with one value per response. A number that is not finite becomes null.
-    """
-    of_tokens, of_responses = (
-        json_value({name: values for name, values in columns.items() if values is not None})
-        for columns in (tokens, responses)
-    )
-    for index, size in enumerate(length.tolist()):
-        cut = {name: values[index][:size] for name, values in of_tokens.items()}
-        yield cut | {name: values[index] for name, values in of_responses.items()}
-
 
 _FILE = re.compile(r"(?:step|call)_(\d+)_rank_(\d+)\.jsonl")
 _STARTED = time.time()
@@ -82,8 +64,7 @@ class Dump:
         """Writes `step_STEP_rank_RANK.jsonl` and returns its path. Raises `TrimtabError` if that fails."""
         if self._last is None or step <= self._last:
             self._begin(step, rank)
-        self._last = step
-        return self._write(f"step_{step:06d}_rank_{rank}.jsonl", [{"step": step, **row} for row in batch])
+        return self._write("step", step, rank, [{"step": step, **row} for row in batch])
 
     def write_call(self, logps: PolicyLogps, advantage: Tensor) -> Path:
         """Writes the log-probs of one call of a loss that knows no step, as `call_NUMBER_rank_RANK.jsonl`.
@@ -94,14 +75,12 @@ class Dump:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if self._last is None:
             self._begin(0, rank)
-        self._last = (self._last or 0) + 1
-        positions = torch.arange(1, logps.mask.shape[1] + 1, device=logps.mask.device)
         batch = response_rows(
-            (logps.mask * positions).amax(1),
+            trained_length(logps.mask),
             {"logp_behavior": logps.behavior, "logp_proximal": logps.proximal, "loss_mask": logps.mask.long()},
             {"advantage": torch.where(logps.mask, advantage, 0.0).sum(1) / logps.mask.sum(1).clamp(min=1)},
         )
-        return self._write(f"call_{self._last:06d}_rank_{rank}.jsonl", list(batch))
+        return self._write("call", (self._last or 0) + 1, rank, list(batch))
 
     def _begin(self, step: int, rank: int) -> None:
         """Chooses the folder of a run that begins or resumes at `step`: the first without files from that step on."""
@@ -112,8 +91,8 @@ class Dump:
             text = f"{self._first} holds log-probs of an earlier run: those of this run are written to {self.folder}"
             warnings.warn(text, TrimtabWarning, stacklevel=3)
 
-    def _write(self, name: str, batch: Sequence[Mapping[str, Any]]) -> Path:
-        path = self.folder / name
+    def _write(self, kind: str, number: int, rank: int, batch: Sequence[Mapping[str, Any]]) -> Path:
+        self._last, path = number, self.folder / f"{kind}_{number:06d}_rank_{rank}.jsonl"
         with readable_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, "".join(json.dumps(row) + "\n" for row in batch).encode())
@@ -135,7 +114,7 @@ def _holds(folder: Path, step: int, rank: int) -> bool:
     return any(path.stat().st_mtime < _STARTED + ahead for path, _ in later)
 
 
-def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monitor:
+def open_monitor(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monitor:
     """Returns the given monitor, a new one without files for True, or a new one that writes into the given folder.
 
     A monitor closes itself when the process ends. merge_ranks: as for `trimtab.Monitor`; if False, each rank of
@@ -145,10 +124,8 @@ def opened(monitor: Monitor | str | Path | bool, *, merge_ranks: bool) -> Monito
         if not hasattr(monitor, "observe"):
             raise TrimtabError(f"monitor={monitor!r}: give True, a folder, or a trimtab.Monitor")
         return monitor
-    if isinstance(monitor, bool):
-        return Monitor(merge_ranks=merge_ranks, stop_on=stop_on())
     alone = not merge_ranks and dist.is_available() and dist.is_initialized()
-    folder = Path(monitor) / (f"rank_{dist.get_rank()}" if alone else "")
+    folder = None if isinstance(monitor, bool) else Path(monitor) / (f"rank_{dist.get_rank()}" if alone else "")
     return Monitor(folder, merge_ranks=merge_ranks, stop_on=stop_on())
 
 
@@ -165,7 +142,7 @@ class Observations:
     """
 
     def __init__(self, monitor: Monitor | str | Path | bool) -> None:
-        self._monitor = opened(monitor, merge_ranks=False)
+        self._monitor = open_monitor(monitor, merge_ranks=False)
         self._step, self._updated = 0, False
         self._follows_optimizer = False
 

@@ -82,15 +82,10 @@ def _check_config(objective: Objective, config: Any) -> None:
     divides = getattr(config, "grpo_norm_by_std", False)
     refuse_standard_deviation(objective, divides, "set trainer.algorithm.grpo_norm_by_std=false")
     kind, reduction = objective.aggregation.kind, config.loss_reduction
-    wanted = REDUCTIONS.get(kind)
-    if wanted is None:
+    if reduction != REDUCTIONS[kind]:
         raise TrimtabError(
-            f"SkyRL has no loss_reduction for the aggregation {kind!r} of {objective.name}: choose another"
-        )
-    if reduction != wanted:
-        raise TrimtabError(
-            f"{objective.name} aggregates by {kind!r}, and loss_reduction is {reduction!r}: set it to {wanted!r}, or "
-            "give the objective another aggregation"
+            f"{objective.name} aggregates by {kind!r}, and loss_reduction is {reduction!r}: set it to "
+            f"{REDUCTIONS[kind]!r}, or give the objective another aggregation"
         )
     if kind == "constant" and objective.aggregation.length_max != config.max_seq_len:
         raise TrimtabError(

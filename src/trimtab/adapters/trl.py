@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import hook
-from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
+from trimtab.adapters.micro_batch import dropped_shares
 from trimtab.adapters.trl_guard import Guard as Guard
 from trimtab.adapters.trl_shared import TrainsObjective, Update, check_settings
 from trimtab.errors import TrimtabError
-from trimtab.objectives import Metrics, Objective, PolicyLogps, State
+from trimtab.objectives import Metrics, PolicyLogps
 
 if TYPE_CHECKING:
     from trimtab.adapters.trl_async import AsyncGRPOTrainer as AsyncGRPOTrainer
@@ -95,27 +95,29 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self._objective is None:
             return self._own_loss(model, inputs)
+        batch = self._read(inputs)
         current, entropy, auxiliary = self._score(model, inputs)
-        logps, advantage = self._logps(inputs, current, entropy), _advantage(inputs)
+        logps = self._logps(batch, current, entropy)
         update = self._begun(model) if self.model.training else None
-        output = self._objective(logps, advantage, state=None if update is None else update.state)
+        output = self._objective(logps, batch.advantage, state=None if update is None else update.state)
         # Each loss is a share of the whole update; TRL averages gradients over processes, so this undoes the division.
         loss = output.loss * (1 if update is None else self.accelerator.num_processes)
         if auxiliary is not None:
             steps = 1 if update is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * auxiliary / steps
-        metrics = output.metrics + dropped_shares(_mask(inputs), logps.mask)
+        metrics = output.metrics + dropped_shares(batch.mask, logps.mask)
         if update is None:
             self._log("eval", metrics.finalize())
         else:
-            self._add(update, inputs, logps, metrics)
+            self._add(update, batch, logps, metrics)
         return loss
 
     def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Returns TRL's own loss, and records the log-probs that it computed."""
         loss = super()._compute_loss(model, inputs)
         if self._records and self.model.training:
-            self._add(self._begun(model), inputs, self._logps(inputs, self._scored), None)
+            batch = self._read(inputs)
+            self._add(self._begun(model), batch, self._logps(batch, self._scored), None)
         self._scored = None
         return loss
 
@@ -132,21 +134,10 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
             **{name: inputs[name] for name in FORWARD if inputs.get(name) is not None},
         )
 
-    def _logps(self, inputs: dict[str, Any], current: Tensor | None, entropy: Tensor | None = None) -> PolicyLogps:
-        behavior, proximal = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
-        self._check_sampler(behavior)
-        if proximal is None and current is not None:
-            proximal = current.detach()  # TRL omits it if this is the first update after the generation.
-        mask = _mask(inputs)
-        return PolicyLogps(
-            current=current,
-            behavior=behavior,
-            mask=mask if behavior is None or proximal is None else usable_tokens(mask, behavior, proximal),
-            proximal=proximal,
-            reference=inputs.get("ref_per_token_logps"),
-            entropy=entropy,
-            turn=turns_of(mask),
-        )
+    def _read(self, inputs: Mapping[str, Any]) -> PaddedResponses:
+        batch = PaddedResponses(inputs)
+        self._check_sampler(batch.behavior)
+        return batch
 
     def _check_sampler(self, behavior: Tensor | None) -> None:
         """Raises `TrimtabError` if the sampler's log-probs are needed and TRL does not have them."""
@@ -161,54 +152,37 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
     def _begun(self, model: Any) -> Update:
         """Returns the update of this micro-batch, which is created at the first micro-batch of the update."""
         if self._update is None or self._update.step != self.state.global_step:
-            state = None if self._objective is None else self._whole_update(model, self._objective)
+            steps = range(self._step, self._step + self.current_gradient_accumulation_steps)
+            window = [self._buffered_inputs[step % self.args.steps_per_generation] for step in steps]
+            batches = list(map(self._read, window))
+            state = self._prepared(batches, lambda index: self._score(model, window[index])[0])
             self._update = Update(self.state.global_step, state)
         return self._update
 
-    @torch.no_grad()
-    def _whole_update(self, model: Any, objective: Objective) -> State:
-        """Returns the statistics of the update that begins, over all its micro-batches and all processes."""
-        buffered, size = self._buffered_inputs, self.args.steps_per_generation
-        steps = range(self._step, self._step + self.current_gradient_accumulation_steps)
-        parts = []
-        for inputs in (buffered[step % size] for step in steps):
-            # If a log-prob is missing, `usable_tokens` needs the trainer's log-probs.
-            behavior = inputs.get("sampling_per_token_logps")
-            holes = behavior is not None and bool(missing_logps(_mask(inputs), behavior).any())
-            current = self._score(model, inputs)[0] if holes or objective.prepare_needs else None
-            parts.append(objective.prepare(self._logps(inputs, current), _advantage(inputs)))
-        return self._summed(parts)
-
-    def _add(self, update: Update, inputs: dict[str, Any], logps: PolicyLogps, metrics: Metrics | None) -> None:
+    def _add(self, update: Update, batch: PaddedResponses, logps: PolicyLogps, metrics: Metrics | None) -> None:
         """Adds a micro-batch to its update; records it once, if the weights are still those that sampled it."""
         size = self.args.steps_per_generation
         first = update.step == self._sampled and self._step % (size * self.num_iterations) < size
         if first and self._records:
-            self._record(
-                update,
-                logps,
-                mask=_mask(inputs),
-                advantage=_advantage(inputs),
-                response_ids=inputs["completion_ids"],
-                length=inputs["completion_mask"].sum(1),
-                prompts=lambda: _prompt_ids(inputs),
-                # Without vLLM, a rollout function has its own sampler, whose weights are not known here.
-                version=self._sampled if self.use_vllm else None,
-                scored=inputs.get("old_per_token_logps"),
-            )
+            # Without vLLM, a rollout function has its own sampler, whose weights are not known here.
+            self._record(update, batch, logps, version=self._sampled if self.use_vllm else None)
         self._collect(update, metrics, last=self.accelerator.sync_gradients)
 
 
-def _mask(inputs: dict[str, Any]) -> Tensor:
-    mask = inputs["completion_mask"]
-    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+class PaddedResponses:
+    """The responses of a micro-batch of `GRPOTrainer`; attributes as in `PackedResponses`."""
 
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        mask, advantage = inputs["completion_mask"], inputs["advantages"]
+        self.mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+        self.length = mask.sum(1)
+        self.advantage = advantage[:, None] if advantage.ndim == 1 else advantage
+        self.response_ids = inputs["completion_ids"]
+        self.behavior = inputs.get("sampling_per_token_logps")
+        self.proximal = inputs.get("old_per_token_logps")  # None if this is the first update after the generation
+        self.reference = inputs.get("ref_per_token_logps")
+        self._prompts = inputs["prompt_ids"], inputs["prompt_mask"]
 
-def _advantage(inputs: dict[str, Any]) -> Tensor:
-    advantage = inputs["advantages"]
-    return advantage[:, None] if advantage.ndim == 1 else advantage
-
-
-def _prompt_ids(inputs: dict[str, Any]) -> list[list[int]]:
-    prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
-    return [ids[mask.bool()].tolist() for ids, mask in prompts]
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        return [ids[mask.bool()].tolist() for ids, mask in zip(*self._prompts, strict=True)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.adapters.hooks import peer_module, refuse_standard_deviation
-from trimtab.adapters.micro_batch import dropped_shares, missing_logps, turns_of, usable_tokens
+from trimtab.adapters.micro_batch import dropped_shares
 from trimtab.adapters.trl_packed import VERSIONS, PackedResponses
 from trimtab.adapters.trl_shared import TrainsObjective, Update, check_ignored
 from trimtab.errors import TrimtabError
@@ -87,9 +87,10 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._update is None:
             self._update = Update(self.state.global_step, self._begun(model))
-        update, part = self._update, PackedResponses.of(inputs)
+        update, part = self._update, PackedResponses(inputs)
         own, outputs = self._forward(model, inputs)
-        logps = self._logps(part, outputs)
+        current, entropy = (part.unpacked(one.flatten()) for one in (outputs.log_probs, outputs.entropy))
+        logps = self._logps(part, current, entropy)
         if self._objective is None:
             self._log("train", {"age": self._age(part).float().mean().item()})
             self._add(update, part, logps, None)
@@ -127,63 +128,32 @@ class AsyncGRPOTrainer(TrainsObjective, PlainTrainer):
 
     @torch.no_grad()
     def _begun(self, model: Any) -> State | None:
-        """Returns the statistics of the update that begins, over all its micro-batches and all processes.
+        """Stores the version of the weights. Returns the statistics of the update that begins; None without objective.
 
-        It also stores the version of the weights. Without an objective, it does only this.
+        Only the main process knows the version.
         """
-        objective = self._objective
-        window = [self._prepare_inputs(inputs) for inputs in self._window]
-        parts = [PackedResponses.of(inputs) for inputs in window]
-        holes = any(bool(missing_logps(part.mask, part.behavior).any()) for part in parts)
-        # Only the main process knows the version of the weights; a forward pass needs all processes.
         version = self.model_version if self.accelerator.is_main_process else 0
-        known = torch.tensor([version, int(holes)], device=self.accelerator.device)
-        self._version, holes = self.accelerator.reduce(known, reduction="sum").tolist()
-        if objective is None:
-            return None
-        # If a log-prob is missing, `usable_tokens` needs the trainer's log-probs.
-        score = self._unlogged_forward if holes or objective.prepare_needs else lambda *_: None
-        return self._summed(
-            [
-                objective.prepare(self._logps(part, score(model, inputs)), part.advantage)
-                for part, inputs in zip(parts, window, strict=True)
-            ]
-        )
+        known = torch.tensor(version, device=self.accelerator.device)
+        self._version = int(self.accelerator.reduce(known, reduction="sum"))
+        window = [self._prepare_inputs(inputs) for inputs in self._window]
+        parts = [PackedResponses(inputs) for inputs in window]
 
-    def _logps(self, part: PackedResponses, outputs: Any) -> PolicyLogps:
-        """Returns the log-probs of a packed row. outputs: of the forward pass; None if there was none."""
-        current = entropy = None
-        if outputs is not None:
-            current, entropy = (part.unpacked(one.flatten()) for one in (outputs.log_probs, outputs.entropy))
-        return PolicyLogps(
-            current=current,
-            behavior=part.behavior,
-            mask=part.mask if current is None else usable_tokens(part.mask, part.behavior, current),
-            proximal=None if current is None else current.detach(),
-            entropy=entropy,
-            turn=turns_of(part.mask),
-            age=(self._age(part) + 1)[:, None].expand(part.mask.shape),
-        )
+        def score(index: int) -> Tensor:
+            return parts[index].unpacked(self._unlogged_forward(model, window[index]).log_probs.flatten())
 
-    def _age(self, part: PackedResponses) -> Tensor:
+        return self._prepared(parts, score)
+
+    def _age(self, batch: PackedResponses) -> Tensor:
         """Returns (batch,) by how many updates the weights that sampled are older than the trainer's weights."""
         every = self.args.weight_sync_steps
-        return ((self._version - part.version) * every + self.state.global_step % every).clamp(min=0)
+        return ((self._version - batch.version) * every + self.state.global_step % every).clamp(min=0)
 
     def _add(self, update: Update, part: PackedResponses, logps: PolicyLogps, metrics: Metrics | None) -> None:
         """Adds a micro-batch to its update."""
         self._seen += 1
         if self._records:
-            self._record(
-                update,
-                logps,
-                mask=part.mask,
-                advantage=part.advantage,
-                response_ids=part.response_ids,
-                length=part.length,
-                prompts=lambda: part.prompt_ids,
-                version=update.step - self._age(part),  # In updates, as in Trimtab's own trajectory files.
-            )
+            # The version in updates, as in Trimtab's own trajectory files.
+            self._record(update, part, logps, version=update.step - self._age(part))
         self._collect(update, metrics, last=self._seen == len(self._window))
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse, refuse_standard_deviation
-from trimtab.adapters.micro_batch import prefixed_metrics
-from trimtab.adapters.recording import Dump, opened, response_rows
-from trimtab.adapters.trl_guard import Guard, ReturnAtSign, TrainerCallback
+from trimtab.adapters.micro_batch import missing_logps, prefixed_metrics, turns_of, usable_tokens
+from trimtab.adapters.recording import Dump, open_monitor, response_rows
+from trimtab.adapters.trl_guard import Guard, ReturnAtSign
 from trimtab.errors import TrimtabError
 from trimtab.monitor import Monitor
 from trimtab.objectives import Metrics, Objective, PolicyLogps, State
@@ -31,16 +31,6 @@ class Update:
     metrics: Metrics | None = None  # of the objective; None if the loss is TRL's own
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the dump
     observed: dict[str, float] = field(default_factory=dict)  # metrics of the monitor
-
-
-class CloseMonitor(TrainerCallback):
-    """Closes a monitor when training ends, on all processes."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._monitor.close()
 
 
 class TrainsObjective:
@@ -71,7 +61,7 @@ class TrainsObjective:
         if not isinstance(guard, Guard | bool):
             raise TrimtabError(f"guard={guard!r}: give True, or a Guard of trimtab.adapters.trl")
         self._guard = Guard() if guard is True else guard or None
-        self._monitor = opened(monitor or True, merge_ranks=True) if monitor or self._guard else None
+        self._monitor = open_monitor(monitor or True, merge_ranks=True) if monitor or self._guard else None
         if self._used and "unsloth" in sys.modules:
             raise TrimtabError(
                 "Unsloth replaces compute_loss, so that this loss would never be called: do not import it"
@@ -79,11 +69,9 @@ class TrainsObjective:
         if self._used:
             self._check_arguments(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
         super().__init__(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
-        if self._monitor is not None:
-            self.add_callback(CloseMonitor(self._monitor))
-            if self._guard is not None:
-                self._at_sign = ReturnAtSign(self, self._guard, self._monitor)
-                self.add_callback(self._at_sign)
+        if self._guard is not None and self._monitor is not None:
+            self._at_sign = ReturnAtSign(self, self._guard, self._monitor)
+            self.add_callback(self._at_sign)
 
     def _check_arguments(self, given: Mapping[str, Any]) -> None:
         """Raises `TrimtabError` for another version of TRL, and for arguments that the objective or a dump excludes."""
@@ -99,64 +87,97 @@ class TrainsObjective:
         """Whether anything differs from TRL's trainer."""
         return self._objective is not None or self._records
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
+        if self._monitor is not None:
+            self._monitor.close()  # on all processes
+        return result
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
         if self._at_sign is not None:
             self._at_sign.see_loss(loss)
         return loss
 
+    def _logps(self, batch: Any, current: Tensor | None, entropy: Tensor | None = None) -> PolicyLogps:
+        """Returns the log-probs of a micro-batch. batch: `PaddedResponses` or `PackedResponses`."""
+        mask, behavior, proximal, age = batch.mask, batch.behavior, batch.proximal, self._age(batch)
+        if proximal is None and current is not None:
+            proximal = current.detach()
+        return PolicyLogps(
+            current=current,
+            behavior=behavior,
+            mask=mask if behavior is None or proximal is None else usable_tokens(mask, behavior, proximal),
+            proximal=proximal,
+            reference=batch.reference,
+            entropy=entropy,
+            turn=turns_of(mask),
+            age=None if age is None else (age + 1)[:, None].expand(mask.shape),
+        )
+
+    def _age(self, batch: Any) -> Tensor | None:  # noqa: ARG002
+        """Returns (batch,) by how many updates the sampler's weights are older than the trainer's; None if unknown."""
+        return None
+
+    @torch.no_grad()
+    def _prepared(self, batches: Sequence[Any], score: Callable[[int], Tensor]) -> State | None:
+        """Returns the statistics of the update that begins, over all its micro-batches and all processes.
+
+        score: returns the current log-probs of the micro-batch with an index, by an additional forward pass, for which
+        all processes are needed. Without an objective, returns None.
+        """
+        if self._objective is None:
+            return None
+        holes = any(
+            bool(missing_logps(batch.mask, batch.behavior).any()) for batch in batches if batch.behavior is not None
+        )
+        known = torch.tensor(int(holes), device=self.accelerator.device)
+        # If a log-prob is missing, `usable_tokens` needs the trainer's log-probs.
+        scored = bool(self.accelerator.reduce(known, reduction="sum")) or bool(self._objective.prepare_needs)
+        parts = []
+        for index, batch in enumerate(batches):
+            logps = self._logps(batch, score(index) if scored else None)
+            parts.append(self._objective.prepare(logps, batch.advantage))
+        return self._summed(parts)
+
     def _summed(self, parts: Sequence[State]) -> State:
         """Returns the state of an update: the sum of the states of its micro-batches, over all processes."""
         state = sum(parts[1:], parts[0])
         return state.all_reduce() if self.accelerator.num_processes > 1 else state
 
-    def _record(
-        self,
-        update: Update,
-        logps: PolicyLogps,
-        *,
-        mask: Tensor,
-        advantage: Tensor,
-        response_ids: Tensor,
-        length: Tensor,
-        prompts: Callable[[], Sequence[Sequence[int]]],
-        version: int | Tensor | None,
-        scored: Tensor | None = None,
-    ) -> None:
+    def _record(self, update: Update, batch: Any, logps: PolicyLogps, *, version: int | Tensor | None) -> None:
         """Adds the responses of a micro-batch to the rows of the dump, and shows them to the monitor.
 
-        mask: all trained tokens, including those without a sampler log-prob. length: (batch,) tokens of each response.
-        prompts: returns the token ids of each prompt. version: of the weights that sampled, one number or (batch,);
-        None if unknown. scored: the log-probs at the start of the update, if TRL computed them.
+        All trained tokens are recorded, including those without a sampler log-prob. version: of the weights that
+        sampled, one number or (batch,); None if unknown.
         """
         assert logps.current is not None
         assert logps.proximal is not None
-        each = advantage[:, 0] if advantage.shape[1] == 1 else None
+        each = batch.advantage[:, 0] if batch.advantage.shape[1] == 1 else None
         if self._dump is not None:
             tokens = {
-                "response_ids": response_ids,
-                "logp_behavior": logps.behavior,
-                "logp_proximal": scored,
+                "response_ids": batch.response_ids,
+                "logp_behavior": batch.behavior,
+                "logp_proximal": batch.proximal,
                 "logp_current": logps.current.detach().float(),
-                "loss_mask": mask,
+                "loss_mask": batch.mask,
             }
             responses = {
                 "advantage": each,
-                "prompt_id": [" ".join(map(str, ids)) for ids in prompts()],
-                "policy_version": [version] * len(mask) if isinstance(version, int) else version,
-                "proximal_version": None if version is None else [update.step] * len(mask),
+                "prompt_id": [" ".join(map(str, ids)) for ids in batch.prompt_ids],
+                "policy_version": [version] * len(batch.mask) if isinstance(version, int) else version,
+                "proximal_version": None if version is None else [update.step] * len(batch.mask),
             }
-            update.rows += response_rows(length, tokens, responses)
+            update.rows += response_rows(batch.length, tokens, responses)
         if self._monitor is not None:
-            assert logps.behavior is not None
             update.observed = self._monitor.observe(
                 logp_train=logps.proximal.detach(),
-                logp_rollout=logps.behavior,
-                mask=mask,
+                logp_rollout=batch.behavior,
+                mask=batch.mask,
                 step=update.step,
                 version=version,
                 advantage=each,
-                response_ids=response_ids,
+                response_ids=batch.response_ids,
             )
 
     def _collect(self, update: Update, metrics: Metrics | None, *, last: bool) -> None:

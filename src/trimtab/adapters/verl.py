@@ -24,12 +24,11 @@ from functools import partial
 from typing import Any
 
 from trimtab.adapters import verl_driver, verl_records
+from trimtab.adapters.hooks import wrap
 from trimtab.adapters.recording import stop_on
 from trimtab.adapters.verl_loss import KEYWORDS, LOSS_PREFIX, PolicyLoss
 from trimtab.errors import TrimtabError
 from trimtab.monitor.monitor import exit_when_stopped
-from trimtab.objectives import objectives
-from trimtab.objectives.presets import COMPOSED
 
 PPO = "verl.trainer.ppo"
 
@@ -38,33 +37,32 @@ def register() -> list[str]:
     """Registers every preset, and `composed`, with verl, and returns their names there. Called on import."""
     core = importlib.import_module(f"{PPO}.core_algos")
     own = sorted(core.POLICY_LOSS_REGISTRY)
-    named = {name: PolicyLoss(name) for name in (*objectives(), COMPOSED.objective.name)}
-    for name, loss in named.items():
-        core.register_policy_loss(LOSS_PREFIX + name)(loss)
-    missing = [name for name in named if core.get_policy_loss_fn(LOSS_PREFIX + name) is not named[name]]
-    if missing:
+    losses = {LOSS_PREFIX + name: verl_driver.find_own_loss(LOSS_PREFIX + name) for name in verl_driver.NAMES}
+    for name, loss in losses.items():
+        core.register_policy_loss(name)(loss)
+    if missing := [name for name, loss in losses.items() if core.get_policy_loss_fn(name) is not loss]:
         raise TrimtabError(f"verl did not register {', '.join(missing)}")
     for registry in (core.POLICY_LOSS_REGISTRY, core.ADV_ESTIMATOR_REGISTRY):
         for name, function in registry.items():
             ours = isinstance(function, PolicyLoss)
             if not ours and "rollout_is_weights" in inspect.signature(function).parameters:
-                registry[name] = verl_driver.refuse_logps_as_weights(function)
+                registry[name] = wrap(function, verl_driver.refuse_logps_as_weights)
     helper = f"{PPO}.rollout_corr_helper"
-    _replace(helper, "compute_rollout_correction_and_add_to_batch", verl_driver.wrap_correction)
+    _wrap(helper, "compute_rollout_correction_and_add_to_batch", verl_driver.carry_logps)
     if folder := os.environ.get(verl_records.MONITOR):
         watch = verl_records.Watch(folder)
-        _replace(helper, "compute_rollout_correction_and_add_to_batch", watch.wrap_correction)
+        _wrap(helper, "compute_rollout_correction_and_add_to_batch", watch.observe)
         watch.follow()  # Imports the trainers, which then find the wrapped function.
         if stop_on():
             exit_when_stopped()  # Also in the process of the script, which receives the driver's error.
-    _replace(helper, "apply_bypass_mode", verl_driver.wrap_bypass_mode)
-    _replace(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.wrap_variance_proxy)
-    _replace(f"{PPO}.core_algos", "get_policy_loss_fn", partial(verl_driver.wrap_policy_loss_fn, named))
-    _replace("verl.utils.config", "validate_config", partial(verl_driver.wrap_validate_config, named, own))
+    _wrap(helper, "apply_bypass_mode", verl_driver.refuse_bypass_mode)
+    _wrap(f"{PPO}.metric_utils", "compute_variance_proxy_metrics", verl_driver.hide_logps)
+    _wrap(f"{PPO}.core_algos", "get_policy_loss_fn", verl_driver.find_loss)
+    _wrap("verl.utils.config", "validate_config", partial(verl_driver.validate_config, verl_losses=own))
     _replace("verl.workers.config", "PolicyLossConfig", with_keywords)
     if folder := os.environ.get(verl_records.DUMP):
         verl_records.install_dump(folder)
-    return [LOSS_PREFIX + name for name in named]
+    return list(losses)
 
 
 def with_keywords(policy_loss_config: type) -> type:
@@ -77,13 +75,18 @@ def with_keywords(policy_loss_config: type) -> type:
     )
 
 
-def _replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
+def _wrap(module: str, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a function of verl by one that calls `replacement` with the original and its arguments."""
+    _replace(module, name, lambda original: wrap(original, replacement))
+
+
+def _replace(module: str, name: str, change: Callable[[Any], Any]) -> None:
     """Replaces a function or class of verl, also in modules that have already imported it by name."""
     original = getattr(importlib.import_module(module), name)
-    wrapped = wrap(original)
+    changed = change(original)
     for key, loaded in list(sys.modules.items()):
         if key.partition(".")[0] == "verl" and vars(loaded).get(name) is original:
-            setattr(loaded, name, wrapped)
+            setattr(loaded, name, changed)
 
 
 try:

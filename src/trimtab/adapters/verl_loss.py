@@ -32,11 +32,10 @@ MODES = {"constant": "seq-mean-token-sum-norm"}
 
 
 class PolicyLoss:
-    """An objective with the signature of verl's policy losses, built from verl's configuration at the first call."""
+    """An objective with the signature of verl's policy losses, built from verl's configuration at each call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._built: dict[str, Objective] = {}
 
     def __call__(
         self,
@@ -70,11 +69,7 @@ class PolicyLoss:
 
         Raises `TrimtabError` if verl aggregates or scales differently, and for settings without effect.
         """
-        keywords = loss_keywords(self.name, actor)
-        key = repr(sorted(keywords.items()))
-        if key not in self._built:
-            self._built[key] = build("verl", self.name, keywords)
-        built = self._built[key]
+        built = build("verl", self.name, loss_keywords(self.name, actor))
         wanted = MODES.get(built.aggregation.kind, built.aggregation.kind)
         if loss_agg_mode != wanted:
             raise TrimtabError(
@@ -93,19 +88,17 @@ def loss_keywords(name: str, actor: Any) -> dict[str, Any]:
     settings that only verl's own losses read.
     """
     keywords, known = given_keywords(getattr(actor, "policy_loss", None)), keywords_of(name)
-    values, taken = _bounds(actor), {}
+    values, refused = _bounds(actor), []
     for key, value in values.items():
         keyword = ACTOR[key].keyword
         if keyword not in known or not isinstance(objective(name).surrogate, SAME_BOUNDS):
-            continue
-        if keywords.get(keyword, value) != value:
+            refused.append(key)
+        elif keywords.setdefault(keyword, value) != value:
             raise TrimtabError(
                 f"actor.{key}={value} and policy_loss.trimtab.{keyword}={keywords[keyword]} contradict each other: "
                 "leave one out"
             )
-        taken[key] = value
-    refuse("verl", ACTOR, [key for key in values if key not in taken], f"As {SET}.KEYWORD")
-    keywords |= {ACTOR[key].keyword: value for key, value in taken.items()}
+    refuse("verl", ACTOR, refused, f"As {SET}.KEYWORD")
     if keywords.get("aggregation", known.get("aggregation")) == "constant":
         # The constant length is verl's: its KL and entropy terms divide by it too.
         factor = getattr(actor, "loss_scale_factor", None)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trimtab.adapters.hooks import wrap
 from trimtab.adapters.micro_batch import prefixed_metrics
-from trimtab.adapters.recording import Dump, opened, response_rows
+from trimtab.adapters.recording import Dump, open_monitor, response_rows
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError
 
@@ -32,7 +33,9 @@ def install_dump(folder: str) -> None:
     """Makes verl's trainers write every batch into the folder."""
     dump = Dump(folder)
     for trainer, batch_rows in trainers():
-        _extend(trainer, dump, batch_rows)
+        trainer._log_rollout_data = wrap(
+            trainer._log_rollout_data, functools.partial(_write_rollouts, dump, batch_rows)
+        )
 
 
 def trainers() -> Iterator[tuple[Any, Callable[[Any, Any], Iterator[dict[str, Any]]]]]:
@@ -53,18 +56,21 @@ def trainers() -> Iterator[tuple[Any, Callable[[Any, Any], Iterator[dict[str, An
             yield getattr(module, trainer), batch_rows
 
 
-def _extend(trainer: Any, dump: Dump, batch_rows: Callable[[Any, Any], Iterator[dict[str, Any]]]) -> None:
-    plain = trainer._log_rollout_data
-
-    @functools.wraps(plain)
-    def log(self: Any, batch: Any, *arguments: Any, **keywords: Any) -> None:
-        plain(self, batch, *arguments, **keywords)
-        written = list(batch_rows(self, batch))
-        if any("rollout_log_probs" not in row for row in written):
-            raise TrimtabError(f"{DUMP} needs the sampler's log-probs, which are not in verl's batch: {SETTINGS}")
-        dump.write(self.global_steps, written)
-
-    trainer._log_rollout_data = log
+def _write_rollouts(
+    dump: Dump,
+    batch_rows: Callable[[Any, Any], Iterator[dict[str, Any]]],
+    original: Callable[..., None],
+    trainer: Any,
+    batch: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> None:
+    """Writes a batch after verl's own `_log_rollout_data`. batch_rows: reads the batches of this trainer."""
+    original(trainer, batch, *arguments, **keywords)
+    written = list(batch_rows(trainer, batch))
+    if any("rollout_log_probs" not in row for row in written):
+        raise TrimtabError(f"{DUMP} needs the sampler's log-probs, which are not in verl's batch: {SETTINGS}")
+    dump.write(trainer.global_steps, written)
 
 
 def v1_rows(trainer: Any, batch: Any) -> Iterator[dict[str, Any]]:
@@ -108,17 +114,16 @@ def versions(trainer: Any, oldest: Sequence[int | None]) -> list[int] | None:
 
 
 def _versions(trainer: Any, oldest: Sequence[int | None]) -> dict[str, list[int]]:
-    known = versions(trainer, oldest)
-    return (
-        {} if known is None else {"policy_version": known, "proximal_version": [trainer.global_steps - 1] * len(known)}
-    )
+    if (known := versions(trainer, oldest)) is None:
+        return {}
+    return {"policy_version": known, "proximal_version": [trainer.global_steps - 1] * len(known)}
 
 
 class Watch:
     """A monitor in the driver's process, which asks verl's trainer there for the number of the update."""
 
     def __init__(self, folder: str) -> None:
-        self._monitor = functools.cache(lambda: opened(folder, merge_ranks=False))  # created at the first batch
+        self._monitor = functools.cache(lambda: open_monitor(folder, merge_ranks=False))  # created at the first batch
         self._trainer: Any = None
         self._tags: Sequence[dict[str, Any]] | None = None
         self._calls = count()
@@ -126,50 +131,39 @@ class Watch:
     def follow(self) -> None:
         """Wraps verl's trainers, so that updates and versions are known and the monitor is closed at the end."""
         for trainer, _ in trainers():
-            trainer.fit = self._wrap_fit(trainer.fit)
+            trainer.fit = wrap(trainer.fit, self._fit)
             if hasattr(trainer, "_compute_advantage"):
-                trainer._compute_advantage = self._wrap_advantage(trainer._compute_advantage)
+                trainer._compute_advantage = wrap(trainer._compute_advantage, self._keep_tags)
 
-    def _wrap_fit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def fit(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
-            self._trainer = trainer
-            result = original(trainer, *arguments, **keywords)
-            self._monitor().close()
-            return result
+    def _fit(self, original: Callable[..., Any], trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Trains, and closes the monitor."""
+        self._trainer = trainer
+        result = original(trainer, *arguments, **keywords)
+        self._monitor().close()
+        return result
 
-        return fit
+    def _keep_tags(
+        self, original: Callable[..., Any], trainer: Any, batch: Any, *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Stores the tags of a batch in V1's `_compute_advantage`, within which `observe` sees it without them."""
+        self._tags = batch.tags
+        return original(trainer, batch, *arguments, **keywords)
 
-    def _wrap_advantage(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps V1's `_compute_advantage`, in which the monitor sees the batch: only there are its tags known."""
-
-        @functools.wraps(original)
-        def compute(trainer: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
-            self._tags = batch.tags
-            return original(trainer, batch, *arguments, **keywords)
-
-        return compute
-
-    def wrap_correction(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps verl's `compute_rollout_correction_and_add_to_batch`, which sees each batch once."""
-
-        @functools.wraps(original)
-        def add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
-            fields, group = batch.batch, batch.non_tensor_batch.get("uid")
-            step, version = self._time(batch)
-            observed = self._monitor().observe(
-                logp_train=fields["old_log_probs"],
-                logp_rollout=nan_below_minimum(fields["rollout_log_probs"]),
-                mask=fields["response_mask"].bool(),
-                step=step,
-                version=None if version is None else torch.tensor(version),
-                group=None if group is None else torch.from_numpy(np.unique(group.astype(str), return_inverse=True)[1]),
-                reward=fields["token_level_scores"].sum(-1) if "token_level_scores" in fields else None,
-            )
-            batch, metrics = original(batch, rollout_corr_config)
-            return batch, metrics | {f"rollout_corr/{key}": value for key, value in prefixed_metrics(observed).items()}
-
-        return add_to_batch
+    def observe(self, original: Callable[..., Any], batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, Any]]:
+        """Shows a batch to the monitor in `compute_rollout_correction_and_add_to_batch`, which sees each batch once."""
+        fields, group = batch.batch, batch.non_tensor_batch.get("uid")
+        step, version = self._time(batch)
+        observed = self._monitor().observe(
+            logp_train=fields["old_log_probs"],
+            logp_rollout=nan_below_minimum(fields["rollout_log_probs"]),
+            mask=fields["response_mask"].bool(),
+            step=step,
+            version=None if version is None else torch.tensor(version),
+            group=None if group is None else torch.from_numpy(np.unique(group.astype(str), return_inverse=True)[1]),
+            reward=fields["token_level_scores"].sum(-1) if "token_level_scores" in fields else None,
+        )
+        batch, metrics = original(batch, rollout_corr_config)
+        return batch, metrics | {f"rollout_corr/{key}": value for key, value in prefixed_metrics(observed).items()}
 
     def _time(self, batch: Any) -> tuple[int, list[int] | None]:
         """Returns the number of updates before this one, and before each response was begun; None if not known."""

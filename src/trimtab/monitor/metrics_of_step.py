@@ -11,7 +11,6 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_batch
 from trimtab.corrections.ratios import ratio_excess
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.corrections.statistics import Count, Mean, Mergeable, total
@@ -59,7 +58,6 @@ def step_metrics(
     is left out and counted if a log-prob is not finite, or if the sampler's is below -100, which stands for a missing
     one. Raises `ValueError` if a value is not a tensor, or has another shape, kind of number or device.
     """
-    check_batch(mask, logp_train=logp_train, logp_rollout=logp_rollout)
     finite = mask & torch.isfinite(logp_train) & torch.isfinite(nan_below_minimum(logp_rollout))
     train, rollout = (torch.where(finite, logp.detach(), 0.0) for logp in (logp_train, logp_rollout))
     trained = mask.any(1)

@@ -185,16 +185,16 @@ class Monitor:
         return Finding(status, "monitor", detail, advice.replace(DIAGNOSE, diagnose))
 
     def close(self) -> Finding:
-        """Judges the last step, writes the whole sample, and returns the verdict.
+        """Judges the last step, writes its files, and returns the verdict.
 
         A second call changes nothing. With `merge_ranks`, all ranks call it.
         """
         if self._current is not None:
             self._finish()
-        if self._out is not None and self._open:
+        if self._open:
             self._open = False
             atexit.unregister(self._close_at_exit)
-            self._write_sample(self._out, whole=True)
+            self._write_sample()  # again, in case that it failed
             if self._distributed:
                 dist.barrier(self._group)  # The sample is complete when all ranks have written.
         return self.verdict
@@ -206,11 +206,11 @@ class Monitor:
         elif self._current is not None:
             self._finish()
 
-    def _write_sample(self, out: Path, *, whole: bool) -> None:
-        if len(self._sample):
-            path = out / ("sample.jsonl" if not self._distributed else f"sample_rank_{self._rank}.jsonl")
+    def _write_sample(self) -> None:
+        if self._out is not None and len(self._sample):
+            path = self._out / (f"sample_rank_{self._rank}.jsonl" if self._distributed else "sample.jsonl")
             with readable_errors(path):
-                (self._sample.write if whole else self._sample.flush)(path)
+                self._sample.flush(path)
 
     def _finish(self) -> None:
         assert self._current is not None
@@ -229,8 +229,7 @@ class Monitor:
             if self._rank == 0 and (worse or self._history.count - self._last_seen[alarm.name] >= WINDOW):
                 self._on_alarm(alarm)
             self._last_seen[alarm.name] = self._history.count
-        if self._out is not None:
-            self._write_sample(self._out, whole=False)
+        self._write_sample()
         if self._out is not None and self._rank == 0:
             row = {"step": number, **step.metrics, "alarms": [alarm.name for alarm in found]}
             path = self._out / "metrics.jsonl"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,30 @@ from torch import Tensor
 
 from trimtab.files import replace_file
 from trimtab.text import json_value
+
+Columns = Mapping[str, Tensor | Sequence[Any] | None]
+"""Column name -> values; a column that is None is left out."""
+
+
+def response_rows(length: Tensor, tokens: Columns, responses: Columns) -> Iterator[dict[str, Any]]:
+    """Yields a row for each response of a padded batch.
+
+    length: (batch,) tokens of each response, trained or not; the rest is padding. tokens: columns of (batch, time).
+    responses: columns with one value per response. A number that is not finite becomes null.
+    """
+    of_tokens, of_responses = (
+        json_value({name: values for name, values in columns.items() if values is not None})
+        for columns in (tokens, responses)
+    )
+    for index, size in enumerate(length.tolist()):
+        cut = {name: values[index][:size] for name, values in of_tokens.items()}
+        yield cut | {name: values[index] for name, values in of_responses.items()}
+
+
+def trained_length(mask: Bool[Tensor, "batch time"]) -> Tensor:
+    """Returns (batch,) the number of tokens of each response up to its last trained one."""
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return torch.nn.functional.pad(mask * positions, (1, 0)).amax(1)
 
 
 class _Response(NamedTuple):
@@ -50,21 +74,19 @@ class ResponseSample:
         if len(chosen) == 0:
             return
         index = torch.from_numpy(chosen).to(mask.device)
-        tokens, rows = {"loss_mask": mask[index].cpu().numpy()}, {}
+        kept = mask[index]
+        tokens, responses = {"loss_mask": kept}, {}
         for name, values in columns.items():
-            if isinstance(values, Tensor) and values.shape == mask.shape:
-                tokens[name] = values.detach()[index].cpu().numpy()
+            if isinstance(values, Tensor) and values.ndim:
+                table = tokens if values.shape == mask.shape else responses
+                table[name] = values.detach()[index.to(values.device)]
             elif values is not None:
-                rows[name] = _by_response(values, chosen)
-        trained = tokens["loss_mask"]
-        ends = (trained * np.arange(1, trained.shape[1] + 1)).max(1, initial=0)
-        for row in np.flatnonzero(ends):  # Responses without a trained token are left out.
-            record = {name: column[row, : ends[row]] for name, column in tokens.items()}
-            record |= {name: column[row] for name, column in rows.items()}
-            line = json.dumps(json_value(record)) + "\n"
-            count = int(trained[row].sum())
-            self._kept.append(_Response(int(record["step"]), float(drawn[chosen[row]]), count, line))
-            self._tokens += count
+                responses[name] = [values] * len(index)
+        rows = response_rows(trained_length(kept), tokens, responses)
+        for row, trained, number in zip(rows, kept.sum(1).tolist(), drawn[chosen].tolist(), strict=True):
+            if trained:
+                self._kept.append(_Response(row["step"], number, trained, json.dumps(row) + "\n"))
+                self._tokens += trained
         if self._tokens > 1.25 * self.limit:
             self._thin_out()
 
@@ -87,8 +109,9 @@ class ResponseSample:
         if self._written is None:
             self.write(path)
             return
+        new, self._written = self._kept[self._written :], None  # rewritten next time if this fails
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(_lines(self._kept[self._written :]))
+            file.writelines(_lines(new))
         self._written = len(self._kept)
 
     def __len__(self) -> int:
@@ -98,8 +121,3 @@ class ResponseSample:
 def _lines(responses: Iterable[_Response]) -> list[str]:
     """Returns the lines of responses by step."""
     return [response.line for response in sorted(responses)]
-
-
-def _by_response(value: Any, chosen: np.ndarray) -> np.ndarray:
-    values = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-    return np.broadcast_to(values, len(chosen)) if values.ndim == 0 else values[chosen]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,18 +108,16 @@ def _name_in(path: Path) -> str:
 
 def _objects(text: str) -> list[Any]:
     """Returns the rows of a text of JSON lines, or of one JSON value. Raises `ValueError` for another text."""
-    start = text.lstrip()
-    if not start:
-        return []
+    lines = [line for line in text.split("\n") if line.strip()]
     try:
-        value, end = json.JSONDecoder().raw_decode(start)
-    except RecursionError:
-        raise ValueError("values are nested too deeply") from None
-    if not start[end:].strip():
+        value = parse_json(text) if lines else []
+    except ValueError:
+        if len(lines) < 2:
+            raise
+    else:
         history = value.get(_HISTORY) if isinstance(value, dict) else value
         return history if isinstance(history, list) else [value]
-    lines = [line for line in text.split("\n") if line.strip()]
-    if len(lines) > 1 and not text.endswith("\n"):
+    if not text.endswith("\n"):
         try:
             parse_json(lines[-1])
         except ValueError:  # the line that a run is writing
@@ -135,9 +132,7 @@ def _numbers(row: Mapping[str, object]) -> Row:
     while levels:
         prefix, level = levels.pop()
         for name, value in level.items():
-            if type(value) is float:  # most are
-                found[prefix + name] = value
-            elif isinstance(value, dict):
+            if isinstance(value, dict):
                 if len(prefix) + len(name) < _LONGEST_NAME:
                     levels.append((f"{prefix}{name}/", value))
             elif isinstance(value, int | float | str) and not isinstance(value, bool):

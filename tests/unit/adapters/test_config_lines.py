@@ -81,7 +81,7 @@ def test_what_a_trainer_lacks_is_its_adapter_s_or_the_nearest_preset_s_with_the_
         assert lines_for(trainer, "oapl", {}).count("\n") == 0
     alp = lines_for("trl", "token-alp", {}).splitlines()
     assert alp[-1] == 'trimtab.adapters.trl.GRPOTrainer(..., objective=trimtab.objective("token-alp-bypass"))'
-    assert "    epsilon_high=0.28," in lines_for("trl", "soup", {}).splitlines()
+    assert '("token-bypass", clip_high=0.28)' in lines_for("trl", "soup", {})
 
 
 def test_a_ratio_to_the_sampler_is_never_written_as_that_to_the_proximal_policy() -> None:

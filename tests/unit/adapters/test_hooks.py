@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, tinker
 from trimtab.adapters.hooks import build, hook
-from trimtab.adapters.verl_driver import wrap_bypass_mode
+from trimtab.adapters.verl_driver import refuse_bypass_mode
 from trimtab.errors import TrimtabError
 from trimtab.objectives import objective
 
@@ -97,7 +98,7 @@ def test_nemo_rl_reads_whether_the_policy_is_compared_with_a_reference(monkeypat
 
 def test_bypass_mode_of_verl_is_passed_on_for_its_own_losses() -> None:
     called = []
-    bypass = wrap_bypass_mode(lambda batch, **_: called.append(batch))
+    bypass = functools.partial(refuse_bypass_mode, lambda batch, **_: called.append(batch))
     bypass("batch")
     bypass("other", policy_loss_config={"loss_mode": "vanilla"})
     assert called == ["batch", "other"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
 from trimtab.adapters import areal, hooks, nemo_rl, openrlhf, skyrl, slime
 from trimtab.adapters.hooks import SETTINGS, LossSettings, chosen, refuse
+from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
-from trimtab.objectives import keywords_of, objectives
+from trimtab.objectives import keywords_of, objective, objectives
 from trimtab.objectives.keywords import PART_KEYS
 
 ZEROS = torch.zeros(1, 2)
@@ -62,7 +64,15 @@ def call_nemo_rl(config: SimpleNamespace) -> None:
     nemo_rl.ObjectiveLoss("grpo", replaces=SimpleNamespace(**{**vars(NEMO_RL_LOSS), **vars(config)}))
 
 
+def call_trl(config: SimpleNamespace) -> None:
+    read = {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "use_vllm": False, "beta": 0.0}
+    values = {**{name: one.default for name, one in SETTINGS["TRL"].items()}, **read, "scale_rewards": "group"}
+    kind = dataclasses.make_dataclass("Config", [(key, Any, value) for key, value in values.items()])
+    check_settings(objective("grpo"), kind(**vars(config)), kind)
+
+
 CALLS: dict[str, Callable[[SimpleNamespace], None]] = {
+    "TRL": call_trl,
     "SKYRL": call_skyrl,
     "NEMO_RL": call_nemo_rl,
     "MILES": call_slime,

@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.testing import assert_close
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, recording, skyrl, slime, tinker, verl_records
-from trimtab.adapters.hooks import HOOKS
+from trimtab.adapters.hooks import HOOKS, wrap
 from trimtab.adapters.micro_batch import evaluate
 from trimtab.errors import GuardStop, TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor
@@ -302,7 +302,7 @@ def test_the_driver_of_verl_shows_a_batch_a_step(tmp_path: Path) -> None:
         shown.batch["response_mask"] = torch.zeros_like(shown.batch["response_mask"])
         return shown, {"rollout_corr/kl": 0.5}
 
-    add, direct = verl_records.Watch(str(tmp_path)).wrap_correction(original), Monitor()
+    add, direct = wrap(original, verl_records.Watch(str(tmp_path)).observe), Monitor()
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         for step in range(LOST + 3):
@@ -347,4 +347,4 @@ def test_what_cannot_be_watched_is_refused() -> None:
     with pytest.raises(TrimtabError, match="give True or a folder"):
         recording.observations(Monitor())  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="monitor=5: give True, a folder, or"):
-        recording.opened(5, merge_ranks=False)  # type: ignore[arg-type]
+        recording.open_monitor(5, merge_ranks=False)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ ROW = {
 
 def test_the_responses_of_a_packed_row_are_read_back() -> None:
     """A third sample has no trained token: it is a response all the same, and counts where sequences are counted."""
-    part = PackedResponses.of({name: torch.tensor([values]) for name, values in ROW.items()})
+    part = PackedResponses({name: torch.tensor([values]) for name, values in ROW.items()})
     assert part.mask.tolist() == [[True, True, False], [True, False, True], [False] * 3]
     expected = torch.tensor([[-0.1, -0.2, 0.0], [-0.3, 0.0, -0.4], [0.0, 0.0, 0.0]])
     assert torch.equal(part.behavior, expected)
@@ -41,7 +41,7 @@ def test_the_responses_of_a_packed_row_are_read_back() -> None:
 def test_a_value_of_a_packed_row_goes_to_every_sample_that_it_predicts_for() -> None:
     """Its gradient is the sum over these."""
     row = ROW | {"token_index": [1, 2, 1, 6, -1]}  # The first tokens of both responses are one position.
-    part = PackedResponses.of({name: torch.tensor([values]) for name, values in row.items()})
+    part = PackedResponses({name: torch.tensor([values]) for name, values in row.items()})
     packed = torch.arange(9.0, requires_grad=True)
     rows = part.unpacked(packed)
     assert rows.tolist() == [[1.0, 2.0, 0.0], [1.0, 0.0, 6.0], [0.0] * 3]

@@ -25,6 +25,7 @@ from tests.support.peer_modules import install_module
 
 import trimtab
 from trimtab.adapters import verl_records
+from trimtab.adapters.hooks import wrap
 from trimtab.adapters.verl_records import NAMES, SYNCHRONOUS, install_dump, versions
 
 ROOT = Path(__file__).parents[3]
@@ -287,7 +288,7 @@ def test_updates_versions_and_the_end_are_those_of_the_trainer(
     trainer: Callable[[Add], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = verl_records.Watch(str(tmp_path))
-    kind = trainer(watch.wrap_correction(lambda batch, _: (batch, {})))
+    kind = trainer(wrap(lambda batch, _: (batch, {}), watch.observe))
     monkeypatch.setattr(verl_records, "trainers", lambda: [(kind, None)])
     watch.follow()
     assert kind().fit() == "trained"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.support.noisy_batch import ROWS, batch
 
 import trimtab
-from trimtab.adapters.recording import opened
+from trimtab.adapters.recording import open_monitor
 from trimtab.errors import GuardStop, TrimtabError
 from trimtab.monitor import Alarm, Monitor
 from trimtab.monitor.response_sample import ResponseSample
@@ -308,7 +308,7 @@ def ranks(rank: int, folder: str) -> None:
         figures = monitor.observe(**{k: v[part] if isinstance(v, torch.Tensor) else v for k, v in one.items()})
     monitor.close()
     if rank == 1:  # The other rank does not call.
-        alone = opened(f"{folder}/own", merge_ranks=False).observe(**batch(0))
+        alone = open_monitor(f"{folder}/own", merge_ranks=False).observe(**batch(0))
         assert alone == Monitor(merge_ranks=False).observe(**batch(0))
     stopped, step = Monitor(on_alarm=lambda _: None, stop_on=["ess"]), 0
     try:

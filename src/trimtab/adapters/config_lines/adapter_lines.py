@@ -110,7 +110,7 @@ def _prime_rl(preset: str, keywords: Mapping[str, Any], built: Objective) -> lis
 def _skyrl(preset: str, keywords: Mapping[str, Any], built: Objective) -> list[str]:
     settings = {
         "policy_loss_type": f"trimtab-{preset}",
-        "loss_reduction": REDUCTIONS.get(built.aggregation.kind),
+        "loss_reduction": REDUCTIONS[built.aggregation.kind],
         "max_seq_len": built.aggregation.length_max,
     }
     return [

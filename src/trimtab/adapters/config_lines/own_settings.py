@@ -1,14 +1,14 @@
 """Renders an objective as settings of verl's, TRL's and Miles' own losses; raises `Absent` if these lack a part.
 
-verl: Hydra overrides of its losses and its rollout correction. TRL: arguments of `GRPOConfig`, or of one of two
-configurations in `trl.experimental`. Miles: flags, and the YAML file of the mismatch helper in its examples.
+verl: Hydra overrides of its losses and its rollout correction. TRL: arguments of `GRPOConfig`, or of `GMPOConfig` in
+`trl.experimental`. Miles: flags, and the YAML file of the mismatch helper in its examples.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from trimtab.adapters.config_lines.adapter_lines import ACTOR, ALGORITHM, assignment, verl_aggregation
@@ -50,19 +50,21 @@ def no_term(built: Objective) -> Absent:
     return Absent(f"no term {built.surrogate.equation('r')}")
 
 
-def no_weight(weight: Weight) -> Absent:
-    return Absent(f"no weight {weight.equation()}{', w = π/μ' if weight.over == 'current' else ''}")
-
-
 def no_mask(rule: Mask) -> Absent:
     return Absent(f"no mask that keeps where {rule.equation()}")
 
 
 def corrections(
-    built: Objective, weight: Callable[[Weight], Settings], mask: Callable[[Mask], Settings]
+    built: Objective, levels: Sequence[str], render: Callable[[Weight], Settings], mask: Callable[[Mask], Settings]
 ) -> list[Settings]:
-    """Returns the settings of the weight, from the function `weight`, then of each mask, from the function `mask`."""
-    return [*([] if built.weight is None else [weight(built.weight)]), *map(mask, built.masks)]
+    """Returns the settings of the weight, from the function `render`, then of each mask, from the function `mask`.
+
+    levels: those of the weights that the trainer has.
+    """
+    weight = built.weight
+    if weight is not None and (weight.level not in levels or weight.over == "current"):
+        raise Absent(f"no weight {weight.equation()}{', w = π/μ' if weight.over == 'current' else ''}")
+    return [*([] if weight is None else [render(weight)]), *map(mask, built.masks)]
 
 
 def unset_remarks(built: Objective, name: str) -> list[str]:
@@ -79,29 +81,23 @@ def unset_remarks(built: Objective, name: str) -> list[str]:
 
 def verl(built: Objective) -> list[str]:
     """Returns Hydra overrides. For ratios π/μ they set bypass_mode: the sampler's log-probs then stand for π_old's."""
-    remarks, bypass = unset_remarks(built, "verl"), built.ratio.over == "behavior"
-    options = {f"{CORRECTION}.rollout_is": "null"}
-    if bypass:
-        if built.weight is not None:
-            raise Absent("no weight beside π/μ")
-        options = {f"{CORRECTION}.bypass_mode": "True"}
-        surrogate = Settings(_verl_dppo(built)) if built.masks else _verl_surrogate(built)
-        actor = dict(surrogate.options)
-        remarks += surrogate.remarks
-        if "loss_mode" in actor:
-            remarks.append("# with verl's trainer V1, its default; v0 replaces the loss in bypass_mode")
-    else:
-        surrogate, given = _verl_surrogate(built), corrections(built, _verl_weight, _verl_mask)
-        actor = dict(surrogate.options)
-        remarks += [remark for one in (surrogate, *given) for remark in one.remarks]
-        joined: dict[str, list[str]] = {}
-        for one in given:
-            for key, value in one.options.items():
-                joined.setdefault(key, []).append(value.strip('"'))
-        # Several rules share one key.
-        options |= {f"{CORRECTION}.{key}": _quoted(",".join(values)) for key, values in joined.items()}
-        if built.masks and not _verl_denominators(built):
-            remarks.append("# differs: verl leaves rejected tokens out of the denominators, and counts every sequence")
+    bypass = built.ratio.over == "behavior"
+    if bypass and built.weight is not None:
+        raise Absent("no weight beside π/μ")
+    surrogate = Settings(_verl_dppo(built)) if bypass and built.masks else _verl_surrogate(built)
+    given = [] if bypass else corrections(built, ("token", "sequence"), _verl_weight, _verl_mask)
+    actor, remarks = surrogate.options, unset_remarks(built, "verl")
+    remarks += [remark for one in (surrogate, *given) for remark in one.remarks]
+    if bypass and "loss_mode" in actor:
+        remarks.append("# with verl's trainer V1, its default; v0 replaces the loss in bypass_mode")
+    if given and built.masks and not _verl_denominators(built):
+        remarks.append("# differs: verl leaves rejected tokens out of the denominators, and counts every sequence")
+    options = {f"{CORRECTION}.bypass_mode": "True"} if bypass else {f"{CORRECTION}.rollout_is": "null"}
+    joined: dict[str, list[str]] = {}  # Several rules share one key.
+    for one in given:
+        for key, value in one.options.items():
+            joined.setdefault(key, []).append(value.strip('"'))
+    options |= {f"{CORRECTION}.{key}": _quoted(",".join(values)) for key, values in joined.items()}
     if actor.get("loss_mode") == "sapo" and built.aggregation.kind != "seq-mean-token-mean":
         remarks.append("# differs: verl's sapo aggregates by seq-mean-token-mean, whatever loss_agg_mode says")
     options["actor_rollout_ref.rollout.calculate_log_probs"] = "True"
@@ -141,33 +137,30 @@ def _verl_dppo(built: Objective) -> dict[str, str]:
 
 
 def _verl_surrogate(built: Objective) -> Settings:
-    part, level = built.surrogate, built.ratio.level
-    if isinstance(part, LogProb):
-        return Settings({"loss_mode": "gpg"})
-    if isinstance(part, Clipped) and level in ("token", "geometric"):  # No clip of a product over a response.
-        bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
-        if level == "geometric":
-            remarks = () if part.dual is None else ("# differs: verl's gspo has no dual clip",)
-            return Settings({"loss_mode": "gspo", **bounds}, remarks)
-        # verl always has a dual clip.
-        return Settings({**bounds, "clip_ratio_c": "1e9" if part.dual is None else f"{part.dual:g}"})
-    if level != "token":
-        raise no_term(built)
-    if isinstance(part, Reinforce):
-        relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{min(part.ceiling, UNBOUNDED) - 1:.10g}"}
-        return Settings({"loss_mode": "cispo", **relative})
-    if isinstance(part, SoftGate):
-        return Settings({"loss_mode": "sapo", "tau_pos": f"{part.positive:g}", "tau_neg": f"{part.negative:g}"})
-    if isinstance(part, GeometricClip):
-        bounds = {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
-        remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
-        return Settings({"loss_mode": "geo_mean", **bounds}, (remark,))
+    match built.surrogate, built.ratio.level:
+        case LogProb(), _:
+            return Settings({"loss_mode": "gpg"})
+        case Clipped(dual=dual) as part, "token":  # verl always has a dual clip.
+            return Settings({**_clip_ratios(part), "clip_ratio_c": "1e9" if dual is None else f"{dual:g}"})
+        case Clipped(dual=dual) as part, "geometric":
+            remarks = () if dual is None else ("# differs: verl's gspo has no dual clip",)
+            return Settings({"loss_mode": "gspo", **_clip_ratios(part)}, remarks)
+        case Reinforce(ceiling=ceiling), "token":
+            relative = {"clip_ratio_low": "1.0", "clip_ratio_high": f"{min(ceiling, UNBOUNDED) - 1:.10g}"}
+            return Settings({"loss_mode": "cispo", **relative})
+        case SoftGate(positive=positive, negative=negative), "token":
+            return Settings({"loss_mode": "sapo", "tau_pos": f"{positive:g}", "tau_neg": f"{negative:g}"})
+        case GeometricClip() as part, "token":
+            remark = "# differs: verl adds up the means of the micro-batches; equal with one. clip_ratio bounds log r"
+            return Settings({"loss_mode": "geo_mean", **_clip_ratios(part)}, (remark,))
     raise no_term(built)
 
 
+def _clip_ratios(part: Clipped | GeometricClip) -> dict[str, str]:
+    return {"clip_ratio_low": f"{part.low:g}", "clip_ratio_high": f"{part.high:g}"}
+
+
 def _verl_weight(weight: Weight) -> Settings:
-    if weight.level not in ("token", "sequence") or weight.over == "current":
-        raise no_weight(weight)
     threshold, remarks = f"{weight.high:g}", ()
     if weight.bound == "mask":
         threshold = f'"{max(weight.low, LOWEST):g}_{weight.high:g}"'
@@ -194,8 +187,8 @@ def _verl_mask(rule: Mask) -> Settings:
 def trl(built: Objective) -> list[str]:
     remarks = unset_remarks(built, "TRL")
     if built.ratio.over == "behavior" and not isinstance(built.surrogate, GammaWeight):
-        return [*_trl_async(built), *remarks]
-    settings = [*corrections(built, _trl_weight, _trl_mask), _trl_surrogate(built)]
+        raise Absent("GRPOTrainer's ratio is π/π_old (the own loss of AsyncGRPOTrainer is token-bypass)")
+    settings = [*corrections(built, ("token", "sequence"), _trl_weight, _trl_mask), _trl_surrogate(built)]
     remarks += [remark for one in settings for remark in one.remarks]
     options = {"vllm_importance_sampling_correction": str(built.weight is not None)}
     for one in settings:
@@ -217,56 +210,40 @@ def trl(built: Objective) -> list[str]:
     return [_call("GRPOConfig", options), *remarks]
 
 
-def _trl_async(built: Objective) -> list[str]:
-    """Returns the lines of `AsyncGRPOTrainer`, whose loss clips current/sampler; `GRPOTrainer` has no such ratio."""
-    clip = built.surrogate
-    only = built.ratio.level == "token" and built.weight is None and not built.masks
-    if not (isinstance(clip, Clipped) and only and clip.dual is None and built.aggregation.kind == "token-mean"):
-        raise Absent("GRPOTrainer's ratio is π/π_old, AsyncGRPOTrainer's is clipped per token without a dual clip")
-    options = {"epsilon": repr(clip.low), "epsilon_high": repr(clip.high)}
-    return [
-        _call("trl.experimental.async_grpo.AsyncGRPOConfig", options),
-        "# of AsyncGRPOTrainer, with gradient_accumulation_steps=1; GRPOTrainer has no ratio π/μ",
-    ]
-
-
 def _call(name: str, options: Mapping[str, str]) -> str:
-    sampler = [] if "Async" in name else ["    use_vllm=True,"]
-    return "\n".join([f"{name}(", *sampler, *(f"    {key}={value}," for key, value in options.items()), ")"])
+    return "\n".join(
+        [f"{name}(", "    use_vllm=True,", *(f"    {key}={value}," for key, value in options.items()), ")"]
+    )
 
 
 def _trl_surrogate(built: Objective) -> Settings:
-    part, level = built.surrogate, built.ratio.level
-    if isinstance(part, Clipped) and level in ("token", "geometric"):  # No clip of a product over a response.
-        options, remarks = {"epsilon": repr(part.low), "epsilon_high": repr(part.high)}, ()
-        if level == "geometric":
-            options["importance_sampling_level"] = '"sequence"'
-        if part.dual is not None:
-            options["delta"] = repr(part.dual)
-            remarks = ("# differs: TRL's delta caps the ratio where A > 0 too",) if part.dual < 1 + part.high else ()
-        return Settings(options, remarks)
-    if isinstance(part, GammaWeight) and level == "sequence":
-        names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-        values = (part.k1_positive, part.k2_positive, part.k1_negative, part.k2_negative)
-        # TRL takes the product current/sampler from its correction, here without a bound.
-        weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
-        weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
-        return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})
-    if level != "token":
-        raise no_term(built)
-    if isinstance(part, Reinforce):
-        return Settings({"loss_type": '"cispo"', "epsilon_high": repr(min(part.ceiling, UNBOUNDED))})
-    if isinstance(part, SoftGate):
-        options = {"sapo_temperature_pos": repr(part.positive), "sapo_temperature_neg": repr(part.negative)}
-        return Settings({"loss_type": '"sapo"', **options})
-    if isinstance(part, GeometricClip):
-        return Settings({"epsilon": repr(part.low), "epsilon_high": repr(part.high)})
+    match built.surrogate, built.ratio.level:
+        case Clipped(low=low, high=high, dual=dual), "token" | "geometric" as level:
+            options, remarks = {"epsilon": repr(low), "epsilon_high": repr(high)}, ()
+            if level == "geometric":
+                options["importance_sampling_level"] = '"sequence"'
+            if dual is not None:
+                options["delta"] = repr(dual)
+                remarks = ("# differs: TRL's delta caps the ratio where A > 0 too",) if dual < 1 + high else ()
+            return Settings(options, remarks)
+        case GammaWeight() as part, "sequence":
+            names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+            values = (part.k1_positive, part.k2_positive, part.k1_negative, part.k2_negative)
+            # TRL takes the product current/sampler from its correction, here without a bound.
+            weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
+            weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
+            return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})
+        case Reinforce(ceiling=ceiling), "token":
+            return Settings({"loss_type": '"cispo"', "epsilon_high": repr(min(ceiling, UNBOUNDED))})
+        case SoftGate(positive=positive, negative=negative), "token":
+            options = {"sapo_temperature_pos": repr(positive), "sapo_temperature_neg": repr(negative)}
+            return Settings({"loss_type": '"sapo"', **options})
+        case GeometricClip(low=low, high=high), "token":
+            return Settings({"epsilon": repr(low), "epsilon_high": repr(high)})
     raise no_term(built)
 
 
 def _trl_weight(weight: Weight) -> Settings:
-    if weight.level not in ("token", "sequence") or weight.over == "current":
-        raise no_weight(weight)
     form, key = "mask" if weight.bound == "mask" else "truncate", "vllm_importance_sampling"
     options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": repr(weight.high)}
     options |= {f"{key}_clip_min": repr(weight.low)} if weight.low > 0 else {}
@@ -280,8 +257,8 @@ def _trl_mask(rule: Mask) -> Settings:
 
 
 def miles(built: Objective) -> list[str]:
-    surrogate, weight = _miles_surrogate(built), None if built.weight is None else _miles_weight(built.weight)
-    masks = [_miles_mask(rule) for rule in built.masks]
+    surrogate, masks = _miles_surrogate(built), corrections(built, LEVELS, _miles_weight, _miles_mask)
+    weight = None if built.weight is None else masks.pop(0)
     rows = [f"--advantage-estimator {'gspo' if built.ratio.level == 'geometric' else 'grpo'}"]
     rows += ["--calculate-per-token-loss"] if built.aggregation.kind == "token-mean" else []
     rows += [*_flags(surrogate), *surrogate.remarks]
@@ -319,17 +296,15 @@ def _keys(setting: Settings) -> dict[str, str]:
 
 
 def _miles_surrogate(built: Objective) -> Settings:
-    part, level = built.surrogate, built.ratio.level
-    if not isinstance(part, Clipped) or level not in ("token", "geometric"):  # No clip of a product over a response.
-        raise no_term(built)
-    dual = {} if part.dual is None else {"--eps-clip-c": f"{part.dual:g}"}
-    return Settings({"--eps-clip": f"{part.low:g}", "--eps-clip-high": f"{part.high:g}", **dual})
+    match built.surrogate, built.ratio.level:
+        case Clipped(low=low, high=high, dual=dual), "token" | "geometric":
+            bound = {} if dual is None else {"--eps-clip-c": f"{dual:g}"}
+            return Settings({"--eps-clip": f"{low:g}", "--eps-clip-high": f"{high:g}", **bound})
+    raise no_term(built)
 
 
 def _miles_weight(weight: Weight) -> Settings:
     """Returns keys of the mismatch helper in Miles' examples and, if Miles has the weight built in, flags."""
-    if weight.level not in LEVELS or weight.over == "current":
-        raise no_weight(weight)
     built_in = {}
     if weight.level == "token" and not weight.normalize:
         custom = {"--custom-tis-function-path": ICEPOP} if weight.bound == "mask" else {}
