@@ -9,7 +9,6 @@
   advice/       measurements and causes -> the effect of each preset, and the recommended preset
   answer        the result and its sentences
   figures       numbers as text
-  hotspots      where the mismatch is
   known_faults  faults of engines and trainers that were reported in public
   output/       the answer as text, JSON and an HTML page
   against       comparison of two diagnoses

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 from trimtab.diagnosis.advice.rules import FEWEST_TOKENS
 from trimtab.diagnosis.causes.candidates import families
 from trimtab.diagnosis.figures import Figure, format_interval, overrides_text, range_text
-from trimtab.diagnosis.hotspots import hotspots
 from trimtab.diagnosis.known_faults import matches
+from trimtab.diagnosis.measure.views import find_hotspots
 from trimtab.diagnosis.records import (
     CAUSES,
     MUST_FIX,
@@ -308,7 +308,7 @@ def _split_text(measured: Measured) -> str:
 
 def _where_text(measured: Measured, causes: Sequence[Cause], texts: Mapping[int, str]) -> str:
     """Lists the largest hotspots of the mismatch, after the tokens that the first cause concerns."""
-    spots = hotspots(measured, texts)
+    spots = find_hotspots(measured, texts)
     if not measured.size.mismatch["k3"] > 0:
         text = "nowhere: there is no mismatch"
     elif not spots:

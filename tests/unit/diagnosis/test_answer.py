@@ -19,8 +19,8 @@ from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 import trimtab.diagnosis
 from trimtab.diagnosis.answer import mean_ratio_text
 from trimtab.diagnosis.figures import Figure, range_text
-from trimtab.diagnosis.hotspots import hotspots, shares
 from trimtab.diagnosis.known_faults import known_faults, matches
+from trimtab.diagnosis.measure.views import find_hotspots, shares
 from trimtab.diagnosis.output.as_json import as_dict
 from trimtab.diagnosis.output.as_text import rows, terminal_text
 from trimtab.diagnosis.output.html_page import answers, page
@@ -156,7 +156,7 @@ def located(*cuts: View) -> list[tuple[str, float, float]]:
     """Places in views whose tokens are all there are."""
     count, k3 = cuts[0].count.sum(), (cuts[0].count * cuts[0].k3).sum()
     size = {"mismatch": {**MISMATCH, "tokens": float(count), "k3": k3 / count}}
-    result = hotspots(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
+    result = find_hotspots(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
     return [(place.what, round(place.tokens, 3), round(place.k3, 3)) for place in result]
 
 

@@ -35,7 +35,6 @@ from trimtab.runs.metric_catalog import k3_range
 _BIAS = 127
 _DECIMALS = 6  # largest number of decimals that is coarser than float32
 _MIN_VALUES = 20  # fewest nonzero values on a coarse grid for it to be detected
-_FIRST_PART = 4096  # values tested first, which rule out most grids
 
 
 class RoundingDetector:
@@ -48,15 +47,14 @@ class RoundingDetector:
 
     def add(self, values: np.ndarray) -> None:
         """Adds finite values, float32 (tokens,)."""
-        for part in (values[:_FIRST_PART], values[_FIRST_PART:]):
-            bits = part.view(np.int32)
-            self._bfloat16 = self._bfloat16 and not (bits & 0xFFFF).any()
-            with np.errstate(over="ignore"):
-                self._float16 = self._float16 and bool((part.astype(np.float16).astype(np.float32) == part).all())
-            exact = part.astype(np.float64)
-            while self._decimals <= _DECIMALS and (exact.round(self._decimals).astype(np.float32) != part).any():
-                self._decimals += 1
-        self._exponents += np.bincount((values.view(np.int32) >> 23) & 0xFF, minlength=256)
+        bits = values.view(np.int32)
+        self._bfloat16 = self._bfloat16 and not (bits & 0xFFFF).any()
+        with np.errstate(over="ignore"):
+            self._float16 = self._float16 and bool((values.astype(np.float16).astype(np.float32) == values).all())
+        exact = values.astype(np.float64)
+        while self._decimals <= _DECIMALS and (exact.round(self._decimals).astype(np.float32) != values).any():
+            self._decimals += 1
+        self._exponents += np.bincount((bits >> 23) & 0xFF, minlength=256)
 
     @property
     def grid(self) -> str:

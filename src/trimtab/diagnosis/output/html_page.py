@@ -13,7 +13,7 @@ from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.figures import FIGURES, overrides_text
-from trimtab.diagnosis.hotspots import shares
+from trimtab.diagnosis.measure.views import shares
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.records import Cause, read_table

@@ -25,7 +25,7 @@ from trimtab.diagnosis.reading.row_files import (
     packed_rows,
     slices_of,
 )
-from trimtab.diagnosis.reading.run_files import made_with, settings_of
+from trimtab.diagnosis.reading.run_files import read_facts
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses, finding, read_table
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
@@ -210,9 +210,8 @@ class LogSource:
                 f"{_files_text(self._tables)}: {name} is 0 at every trained token, a placeholder for log-probs that "
                 f"the trainer did not compute. {advice}"
             )
-        settings, unread = settings_of(self.files)
-        engine, model, versions, unknown = made_with(self.files, resolved.framework)
-        remarks = (*resolved.findings, *(unread or unknown))
+        beside, unknown = read_facts(self.files, resolved.framework)
+        remarks = (*resolved.findings, *unknown)
         if remarks and not counts.quotes:
             remarks = (finding("kept-back", count=len(remarks)),)
         if resolved.assumes_current:
@@ -229,11 +228,11 @@ class LogSource:
             nonfinite=dict(counts.nonfinite),
             missing=resolved.missing,
             findings=(*counts.findings(f"logp_{resolved.anchor}"), *remarks),
-            settings=settings,
+            settings=beside.settings,
             masked=self._masked_responses(),
-            engine=engine,
-            versions=versions,
-            model=model,
+            engine=beside.engine,
+            versions=dict(sorted(beside.versions)),
+            model=beside.model,
             assumes_current=resolved.assumes_current,
         )
 

@@ -106,7 +106,11 @@ def _load(path: Path) -> Any:
             f"{path} cannot be read ({reason}): write tensors and plain values, or leave it out"
         ) from None
     most = max(limit(MAX_RESPONSE), limit(_VALUES_A_BYTE) * path.stat().st_size)
-    if (values := _count(payload, path)) > most:
+    try:
+        values = _count(payload, path, {})
+    except RecursionError:
+        raise TrimtabError(f"{path} holds a list that is inside itself: write plain lists of numbers") from None
+    if values > most:
         raise TrimtabError(
             f"{path} has {path.stat().st_size:,} bytes and stands for {values:,} values, by repetition: save copies "
             f"(tensor.contiguous()), or {RAISE_LIMITS}"
@@ -123,30 +127,20 @@ def _check_packing(path: Path) -> None:
             raise too_large_unpacked(path, size)
 
 
-def _count(payload: Any, path: Path) -> int:
+def _count(value: Any, path: Path, counted: dict[int, int]) -> int:
     """Returns the number of values in all containers, tensors and arrays, counted as often as they are reached.
 
     Repeated values (a tensor with strides of 0, a list in many places) take memory once, but count each time. Raises
-    `TrimtabError` for a tensor that is not a plain array of numbers, and for a container that is inside itself.
+    `TrimtabError` for a tensor that is not a plain array of numbers. counted: the numbers so far, by `id`.
     """
-    counted: dict[int, int] = {}
-    waiting, begun = [payload], set[int]()
-    while waiting:
-        value = waiting[-1]
-        inner: list[Any] = []
+    if id(value) not in counted:
         if isinstance(value, list | tuple | dict):
             parts = value.values() if isinstance(value, dict) else value
-            inner = [part for part in parts if isinstance(part, list | tuple | dict | np.ndarray) or _is_tensor(part)]
-        missing = [part for part in inner if id(part) not in counted]
-        if not missing:
-            size = _size(value, path) if not isinstance(value, list | tuple | dict) else len(value)
-            counted[id(waiting.pop())] = size + sum(counted[id(part)] for part in inner)
-        elif id(value) in begun:
-            raise TrimtabError(f"{path} holds a list that is inside itself: write plain lists of numbers")
+            inner = (part for part in parts if isinstance(part, list | tuple | dict | np.ndarray) or _is_tensor(part))
+            counted[id(value)] = len(value) + sum(_count(part, path, counted) for part in inner)
         else:
-            begun.add(id(value))
-            waiting += missing
-    return counted[id(payload)]
+            counted[id(value)] = _size(value, path)
+    return counted[id(value)]
 
 
 def _is_tensor(value: Any) -> bool:
