@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from trimtab.diagnosis.advice.rules import FEWEST_TOKENS
-from trimtab.diagnosis.causes.candidates import families
+from trimtab.diagnosis.causes.candidates import group_by_test
 from trimtab.diagnosis.figures import Figure, format_interval, overrides_text, range_text
-from trimtab.diagnosis.known_faults import matches
+from trimtab.diagnosis.known_faults import find_matches
 from trimtab.diagnosis.measure.views import find_hotspots
 from trimtab.diagnosis.records import (
     CAUSES,
@@ -131,7 +131,7 @@ class Diagnosis:
         doubt = None if faults or severity == "good" else _doubtful(causes, measured.size.verdict)
         bounds = overrides_text(recommended.overrides)
         method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
-        shown = () if kind == "healthy" else tuple(map(Family.of, families(self.candidates)[:SHOWN]))
+        shown = () if kind == "healthy" else tuple(map(Family.of, group_by_test(self.candidates)[:SHOWN]))
         first = _first_step(self, shown, faults, kind, doubt, f"use the correction {method}")
         # Without a cause, the verdict is the first fault of the files.
         nothing = (
@@ -338,7 +338,7 @@ def _shown(cause: str, data: DataSummary, faults: Mapping[str, str], severity: s
     loud = not faults and severity != "good"
     found = [
         match
-        for match in matches(cause, data)
+        for match in find_matches(cause, data)
         if match.certain or cause in faults or (loud and data.framework in match.trainers)
     ]
     return tuple(found[:MOST_KNOWN])

@@ -94,7 +94,7 @@ def weights(built: Objective, data: AdviceData, unknown: float) -> Tensor:
     advantage and by the gradient of a single token with equal policies. `unknown`: +1 or -1, the sign used if an
     advantage is 0 or unknown.
     """
-    plain = _plain(built)
+    plain = _without_shared_factors(built)
     return _gradients(plain, data, unknown) * data.trained / _of_one_token(plain)
 
 
@@ -114,18 +114,18 @@ def _of_one_token(built: Objective) -> Tensor:
     return _gradients(built, AdviceData.of(table), 1.0)
 
 
-def unbounded(built: Objective) -> Objective:
+def remove_bounds(built: Objective) -> Objective:
     """Returns the objective without bounds, masks and clipping: equal for presets that differ only in these."""
     weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
-    return _plain(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
+    return _without_shared_factors(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
 
 
-def _plain(built: Objective) -> Objective:
+def _without_shared_factors(built: Objective) -> Objective:
     """Returns the objective without the parts that do not change weights, such as factors shared by all tokens."""
     return replace(built, name="plain", aggregation=Aggregation(), notes=())
 
 
-def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
+def rate_presets(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
     """Returns one row per preset, followed by one with calibrated bounds if it has any.
 
     Empty without a trained token. presets: by default all presets whose weights follow from the log-probs of sampled
@@ -135,7 +135,7 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
         return ()
     rated = presets or [name for name in objectives() if not objective(name).centering]
     return tuple(
-        outcome(data, name, bounds, calibrated=bool(bounds)) for name in rated for bounds in _bounds(data, name)
+        rate_preset(data, name, bounds, calibrated=bool(bounds)) for name in rated for bounds in _bounds(data, name)
     )
 
 
@@ -149,7 +149,7 @@ def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
             return
 
 
-def outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any], *, calibrated: bool = False) -> PresetOutcome:
+def rate_preset(data: AdviceData, preset: str, bounds: Mapping[str, Any], *, calibrated: bool = False) -> PresetOutcome:
     """Returns the row of one preset. calibrated: whether the bounds are quantiles of the data."""
     built = objective(preset, **bounds)
     # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
@@ -164,7 +164,7 @@ def outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any], *, calibra
 
 def _shares(built: Objective, data: AdviceData, unknown: float) -> tuple[float, float, float, float]:
     """Returns kept, changed, ess and bias."""
-    weight, free = weights(built, data, unknown), data.free_weights(unbounded(built), unknown)
+    weight, free = weights(built, data, unknown), data.free_weights(remove_bounds(built), unknown)
     kept = weight != 0
     changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
     square = float(weight.square().mean())

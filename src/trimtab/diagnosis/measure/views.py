@@ -70,14 +70,14 @@ class AxisView:
         return self._groups.view(axis.name, labels, rows, edges=axis.edges, note=axis.note)
 
 
-def ranges(starts: Sequence[int]) -> list[str]:
+def label_ranges(starts: Sequence[int]) -> list[str]:
     """Returns labels of bins of whole numbers from the first number of each: `0`, `1-3`, ..., `128 and more`."""
     firsts, lasts = starts[:-1], [start - 1 for start in starts[1:]]
     bounded = [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
     return [*bounded, f"{starts[-1]} and more"]
 
 
-def _probabilities() -> list[str]:
+def _label_probabilities() -> list[str]:
     ends = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
     return [f"below {ends[1]}", *(f"{low} - {high}" for low, high in itertools.pairwise(ends[1:]))]
 
@@ -111,13 +111,13 @@ def _entropy(tokens: TrainedTokens) -> np.ndarray | None:
     return np.clip(bins, 0, len(_ENTROPIES) - 2)
 
 
-FIRST_AGES = dict(zip(("newer than the trainer", *ranges(_AGES)), (-1, *_AGES), strict=True))
+FIRST_AGES = dict(zip(("newer than the trainer", *label_ranges(_AGES)), (-1, *_AGES), strict=True))
 """Smallest age of each bin by its label."""
 AXES = (
     Axis(
         "probability",
         lambda tokens: probability_bin(tokens.behavior),
-        _probabilities(),
+        _label_probabilities(),
         PROBABILITY_EDGES,
         is_whole=True,
     ),
@@ -140,13 +140,13 @@ AXES = (
     Axis(
         "turn-number",
         lambda tokens: np.minimum(tokens.at_tokens(tokens.table.turn_number), _TURNS - 1),
-        ranges(range(1, _TURNS + 1)),
+        label_ranges(range(1, _TURNS + 1)),
         present=lambda count: (count > 0).sum() > 1,
     ),
     Axis(
         "observation",
         _since_observation,
-        [*ranges(_SINCE), "no observation yet"],
+        [*label_ranges(_SINCE), "no observation yet"],
         present=lambda count: bool(count[0]),
         note="0 is the first token that follows an observation",
     ),
@@ -154,7 +154,7 @@ AXES = (
     Axis(
         "length",
         lambda tokens: (np.searchsorted(_LENGTHS, tokens.lengths, side="right") - 1)[tokens.rows],
-        ranges(_LENGTHS.tolist()),
+        label_ranges(_LENGTHS.tolist()),
     ),
     Axis(
         "entropy",
@@ -186,7 +186,7 @@ class TokenIdView:
     def view(self, sample: TokenTable) -> View | None:
         if not len(self._groups.sums) or sample.ids is None:
             return None
-        top, share = _with_most_k3(self._groups)
+        top, share = _rank_by_k3(self._groups)
         labels = ["other" if number == self._LARGEST else str(number) for number in top]
         columns = {"id": np.where(top == self._LARGEST, -1, top), "share": share}
         log = (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
@@ -212,7 +212,7 @@ def prompt_view(sample: TokenTable) -> View | None:
     prompt = of_response[tokens.rows]
     groups = Groups(int(prompt.max()) + 1, bins=0)
     groups.add(prompt, tokens)
-    top, share = _with_most_k3(groups)
+    top, share = _rank_by_k3(groups)
     columns = {"number": top, "responses": np.bincount(of_response)[top], "share": share}
     size = np.log(tokens.over(tokens.size) / tokens.lengths + 1e-9)
     part = max(explained(size, of_response, least=2), 0.0)
@@ -221,7 +221,7 @@ def prompt_view(sample: TokenTable) -> View | None:
     return groups.view("prompt", [str(one) for one in top], top, columns=columns, envelope=envelope, note=note)
 
 
-def _with_most_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
+def _rank_by_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     """Returns the groups with the largest sums of k3, largest first, ties by number, and their shares of all k3."""
     used, k3 = np.flatnonzero(groups.count), groups.sums[:, 3]
     top = used[np.argsort(-k3[used], kind="stable")[:MOST_SHOWN]]

@@ -27,11 +27,11 @@ def terminal_text(
     diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None, comparison: Comparison | None = None
 ) -> str:
     """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
-    lines = rows(diagnosis) if comparison is None else against.rows(comparison)
-    return folded([*lines, *([] if page is None else [("page", str(page))])], width)
+    lines = terminal_rows(diagnosis) if comparison is None else against.terminal_rows(comparison)
+    return fold([*lines, *([] if page is None else [("page", str(page))])], width)
 
 
-def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
+def fold(lines: Sequence[tuple[str, str]], width: int | None) -> str:
     """Returns labeled lines as text."""
     label_width = max(LABEL, *(len(label) + 2 for label, _ in lines))
     result = []
@@ -46,7 +46,7 @@ def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
     return "\n".join(result)
 
 
-def rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+def terminal_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns the label and text of each line; a line with an empty label continues the line above."""
     origin, answer = diagnosis.measured.origin, diagnosis.answer
     causes = [
@@ -112,7 +112,7 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
         items += [("where", answer.where), *_data(diagnosis)]
     else:
         lines = against.verdict_lines(comparison)
-        table = [against.HEADS, *against.figures(comparison)]
+        table = [against.HEADS, *against.figure_rows(comparison)]
         items = [("paired", against.paired_text(comparison))]
         for name, file, side in comparison.sides:
             items += [(name, file)] if file else []
@@ -137,7 +137,7 @@ def _data(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("read", f"{diagnosis.answer.read}; trainer's log-probs of the {origin.anchor} policy"),
         *(("remark", finding.text) for finding in origin.findings),
         ("sampling in the files", _sampling(measured.sample)),
-        ("run's recipe beside the files", str(origin.settings or "none")),
+        ("run's recipe beside the files", str(origin.numerics or "none")),
     ]
 
 

@@ -225,7 +225,7 @@ def _read(diagnosis: Diagnosis) -> Section:
 def _against(comparison: Comparison) -> list[Part]:
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
     note = f"{names}Intervals: {against.paired_text(comparison)}."
-    figures = against.figures(comparison)[:-1]  # the first cause of each is in the verdict
+    figures = against.figure_rows(comparison)[:-1]  # the first cause of each is in the verdict
     return [
         Verdict(
             {None: "plain", True: "warn", False: "good"}[comparison.differs],
