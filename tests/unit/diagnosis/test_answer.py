@@ -17,8 +17,7 @@ from packaging.specifiers import SpecifierSet
 from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 import trimtab.diagnosis
-from trimtab.diagnosis.answer import mean_ratio_text
-from trimtab.diagnosis.figures import Figure, range_text
+from trimtab.diagnosis.answer import Figure, mean_ratio_text, range_text
 from trimtab.diagnosis.known_faults import find_matches, known_faults
 from trimtab.diagnosis.measure.views import find_hotspots, shares
 from trimtab.diagnosis.output.as_json import as_dict

@@ -318,20 +318,11 @@ def _of_time(tokens: LogprobPairs, *, assumes_current: bool) -> Iterator[Sign]:
 
 
 def _of_settings(tokens: LogprobPairs) -> Iterator[Sign]:
-    table = tokens.table
-    columns = {"temperature": (table.temperature, 1.0), "top_p": (table.top_p, 1.0), "top_k": (table.top_k, 0)}
-    known = {
-        name: (float(np.median(values[np.isfinite(values)])), plain)
-        for name, (values, plain) in columns.items()
-        if values is not None and np.isfinite(values).any()
-    }
+    known = {name: float(np.median(values)) for name, values in tokens.table.sampling.items()}
     # A top_k of 0, or of -1 in vLLM, is no truncation.
-    other = {
-        name: value for name, (value, plain) in known.items() if (value > 0 if name == "top_k" else value != plain)
-    }
+    other = {name: value for name, value in known.items() if (value > 0 if name == "top_k" else value != 1)}
     if other or "temperature" in known:
-        shown = other or {name: value for name, (value, _) in known.items()}
-        text = ", ".join(f"{name} {value:g}" for name, value in shown.items())
+        text = ", ".join(f"{name} {value:g}" for name, value in (other or known).items())
         yield "settings-stated" if other else "settings-neutral", f"the file states {text}"
 
 

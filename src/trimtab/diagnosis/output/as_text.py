@@ -12,8 +12,7 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Answer, Diagnosis
-from trimtab.diagnosis.figures import FIGURES
+from trimtab.diagnosis.answer import FIGURES, Answer, Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.text import code_span, format_number, format_percent, markdown_text, one_line
 
@@ -143,11 +142,8 @@ def _data(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _sampling(sample: TokenTable) -> str:
     """Returns the sampler's settings, each with the values that occur in the sample of the data."""
-    columns = {"temperature": sample.temperature, "top_p": sample.top_p, "top_k": sample.top_k}
-    known = {name: np.unique(values[np.isfinite(values)]) for name, values in columns.items() if values is not None}
-    parts = [
-        f"{name} {' or '.join(f'{value:g}' for value in found[:4])}" for name, found in known.items() if len(found)
-    ]
+    known = {name: np.unique(values)[:4] for name, values in sample.sampling.items()}
+    parts = [f"{name} {' or '.join(f'{value:g}' for value in values)}" for name, values in known.items()]
     if sample.raw is not None:
         parts.append("log-probs before temperature and truncation" if sample.raw.any() else "processed log-probs")
     return ", ".join(parts) or "not in the files"

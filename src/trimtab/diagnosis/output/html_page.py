@@ -11,8 +11,7 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import FIGURES, overrides_text
+from trimtab.diagnosis.answer import FIGURES, Diagnosis, overrides_text
 from trimtab.diagnosis.measure.views import shares
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
@@ -34,8 +33,7 @@ def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: 
 
     command: the command line that the page shows.
     """
-    text = page(diagnosis, command, comparison)
-    return write_output(path, text.encode())
+    return write_output(path, page(diagnosis, command, comparison).encode())
 
 
 def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None = None) -> str:
