@@ -11,7 +11,7 @@ import runpy
 from pathlib import Path
 
 from trimtab.adapters.hooks import HOOKS
-from trimtab.diagnosis.advice.rules import Choice, choices, load_map
+from trimtab.diagnosis.advice.rules import Choice, list_choices, load_map
 from trimtab.objectives import keywords_of, objective
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +107,7 @@ PAGES = {ROOT / "docs" / "choosing.md": full, ROOT / "README.md": short}
 def written(path: Path) -> str:
     """A page with its list written anew."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", flags=re.DOTALL)
-    rows = PAGES[path](list(choices()))
+    rows = PAGES[path](list(list_choices()))
     return pattern.sub(lambda _: f"{BEGIN}\n{rows}\n{END}", path.read_text(encoding="utf-8"))
 
 

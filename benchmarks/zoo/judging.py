@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.causes.candidates import families
-from trimtab.diagnosis.measure.one_pass import rescored_sides
+from trimtab.diagnosis.causes.candidates import group_by_test
+from trimtab.diagnosis.measure.one_pass import judge_sides
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured
@@ -119,10 +119,10 @@ def read(diagnosis: Diagnosis) -> Said:
     is_first = answer.kind in ("healthy", "proven") and first in FAMILY
     left = [one for one in diagnosis.candidates if not is_first or one.name != FAMILY[first]]
     candidates = [one.name for one in left]
-    tests = [tuple(one.name for one in family) for family in families(left)]
+    tests = [tuple(one.name for one in family) for family in group_by_test(left)]
     if is_first:
         candidates, tests = [FAMILY[first], *candidates], [(FAMILY[first],), *tests]
-    side = sides.side if (sides := rescored_sides(diagnosis.measured.sample)) else ""
+    side = sides.side if (sides := judge_sides(diagnosis.measured.sample)) else ""
     return Said(first, confidence, answer.kind, tuple(candidates), tuple(tests), side, repr(answer))
 
 

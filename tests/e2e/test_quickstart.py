@@ -29,8 +29,8 @@ def test_every_step_measures_the_engines_own_mismatch_and_diagnose_calls_it_by_i
     assert "eval/arithmetic/greedy" in rows[-1]
     diagnosis = trimtab.diagnose(tmp_path / "run")
     assert {cause.name for cause in diagnosis.causes} <= {"precision"}
-    assert diagnosis.measured.origin.settings is not None
-    assert diagnosis.measured.origin.settings.coarse == ()
+    assert diagnosis.measured.origin.numerics is not None
+    assert diagnosis.measured.origin.numerics.coarse == ()
 
 
 @pytest.mark.slow

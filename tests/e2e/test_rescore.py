@@ -13,7 +13,7 @@ from tests.support.chat_tokenizers import bundled_tokenizer
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.cli.main import run
-from trimtab.diagnosis.measure.one_pass import rescored_sides
+from trimtab.diagnosis.measure.one_pass import judge_sides
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.trainer.models.load import BUNDLED, load_plain
 
@@ -64,7 +64,7 @@ def test_the_finding_names_the_side(tmp_path: Path) -> None:
     [found] = [one for one in rescored.answer.findings if one.name == "rescored"]
     assert "the sampler is the side that differs" in found.detail
     sample = rescored.measured.sample
-    sides = rescored_sides(sample)
+    sides = judge_sides(sample)
     assert sides is not None
     assert sides.mismatch.value == pytest.approx(rescored.measured.size.mismatch["k3"], rel=1e-6)
     assert sides.tokens == len(PROMPTS) * COPIES * TIME
@@ -72,6 +72,6 @@ def test_the_finding_names_the_side(tmp_path: Path) -> None:
         (sample.proximal, sample.behavior, "trainer"),
         (sample.proximal, sample.proximal, "neither"),
     ):
-        other = rescored_sides(replace(sample, behavior=behavior, proximal=proximal))
+        other = judge_sides(replace(sample, behavior=behavior, proximal=proximal))
         assert other is not None
         assert other.side == side

@@ -145,7 +145,7 @@ def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str
 
 
 def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as_json: bool) -> None:
-    from trimtab.diagnosis.advice.rules import choices
+    from trimtab.diagnosis.advice.rules import list_choices
     from trimtab.objectives.presets import PRESETS
 
     if sets or code or trainer is not None:
@@ -153,7 +153,7 @@ def _list_objectives(sets: list[str] | None, trainer: str | None, code: bool, as
         raise TrimtabError(f"{does} one objective: name it")
     described = {name: preset.does for name, preset in PRESETS.items()}
     lines = ["\nWhich one when (the first line that fits; `trimtab diagnose` says which fits your run):"]
-    for row in choices():
+    for row in list_choices():
         taken = f"{row.preset}, bounds: {row.bounds}" if row.preset else "nothing: repair it first"
         other = f", grpo {row.uncorrected}" if row.uncorrected else ""
         lines += ["", row.when, f"  {taken}"]

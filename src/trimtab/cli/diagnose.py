@@ -186,7 +186,7 @@ def _answer(
             diagnosis = run(files, on_progress=on_progress, redaction=redaction, **options)
         on_progress("drawing the page", diagnosis.measured.origin.tokens)
         command = "" if redact else shlex.join(["trimtab", *sys.argv[1:]])
-        with nullcontext() if redaction is None else redaction.errors_kept_back():
+        with nullcontext() if redaction is None else redaction.hide_errors():
             write_page(diagnosis, target, command, comparison)
     shown = "written; --redact leaves its name out" if redact else str(target)
     if form == "json":

@@ -102,11 +102,11 @@ def preflight(
 
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; the text of all rows begins at the same column."""
-    from trimtab.diagnosis.output.as_text import folded
+    from trimtab.diagnosis.output.as_text import fold
     from trimtab.preflight.checklist import CHECKS
     from trimtab.trainer.display import terminal_width
 
-    return folded([(f"{label:<{len('fail  ') + max(map(len, CHECKS))}}", text)], terminal_width())
+    return fold([(f"{label:<{len('fail  ') + max(map(len, CHECKS))}}", text)], terminal_width())
 
 
 @contextmanager

@@ -7,9 +7,7 @@
   measure/      tables of tokens -> size, views, sample
   causes/       measurements -> causes with evidence
   advice/       measurements and causes -> the effect of each preset, and the recommended preset
-  answer        the result and its sentences
-  figures       numbers as text
-  hotspots      where the mismatch is
+  answer        the result, its figures and its sentences
   known_faults  faults of engines and trainers that were reported in public
   output/       the answer as text, JSON and an HTML page
   against       comparison of two diagnoses

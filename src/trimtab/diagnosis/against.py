@@ -65,7 +65,7 @@ def beyond_chance(change: Interval, equal: float) -> bool | None:
     return not change.low <= equal <= change.high
 
 
-def against(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "")) -> Comparison:
+def compare_samples(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "")) -> Comparison:
     """Compares two diagnoses by their samples of tokens."""
     sides = [TrainedTokens.of(diagnosis.measured.sample, 0) for diagnosis in (first, second)]
     clusters, paired, pairs = _clusters(*sides)
@@ -143,16 +143,16 @@ def verdict_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
-def rows(comparison: Comparison) -> list[tuple[str, str]]:
+def terminal_rows(comparison: Comparison) -> list[tuple[str, str]]:
     """Returns the label and the text of each terminal line."""
     lines = [("" if index else "verdict", text) for index, text in enumerate(verdict_lines(comparison))]
     lines += [(letter, f"{name and f'{name}: '}{side.answer.read}") for letter, name, side in comparison.sides]
-    changes = figures(comparison)[:3]
+    changes = figure_rows(comparison)[:3]
     lines += [(name, f"{one} in A, {two} in B: {change}") for name, one, two, change in changes]
     return [*lines, ("paired", paired_text(comparison))]
 
 
-def figures(comparison: Comparison) -> list[tuple[str, ...]]:
+def figure_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Returns the table rows below `HEADS`: the name of a figure, its value in A and in B, and the change."""
     sides = [side.answer for _, _, side in comparison.sides]
     return [

@@ -1,4 +1,4 @@
-"""The result of a diagnosis, and its answer: the sentences that the terminal, Markdown, the page and JSON print.
+"""The result of a diagnosis, and its answer: figures and sentences that terminal, Markdown, the page and JSON print.
 
 `Diagnosis.answer` writes each sentence once; the modules of `output` only lay the sentences out. A new kind of sentence
 is a new field of `Answer`. causes.toml has the meaning and remedy of each cause, known_faults.toml the faults that were
@@ -8,16 +8,15 @@ reported in public.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trimtab.diagnosis.advice.rules import FEWEST_TOKENS
-from trimtab.diagnosis.causes.candidates import families
-from trimtab.diagnosis.figures import Figure, format_interval, overrides_text, range_text
-from trimtab.diagnosis.hotspots import hotspots
-from trimtab.diagnosis.known_faults import matches
+from trimtab.diagnosis.causes.candidates import group_by_test
+from trimtab.diagnosis.known_faults import find_matches
+from trimtab.diagnosis.measure.views import find_hotspots
 from trimtab.diagnosis.records import (
     CAUSES,
     MUST_FIX,
@@ -30,10 +29,12 @@ from trimtab.diagnosis.records import (
     MismatchSize,
     PresetOutcome,
     Recommendation,
+    read_table,
 )
 from trimtab.errors import Finding
-from trimtab.runs.metric_catalog import K3, judge
-from trimtab.text import format_count, format_number, format_percent
+from trimtab.intervals import Interval
+from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_ranges
+from trimtab.text import beside, format_count, format_number, format_percent, number, short_exponent
 
 WIDE = 3.0  # if high / low of the mean ratio's interval is larger, it does not support a mean of 1
 CLOSE = 1e-3  # a mean ratio this close to 1 is accepted, however narrow its interval is
@@ -52,6 +53,58 @@ OF_BATCH = ("end token", "repeated", "advantages")
 RESCORE = "trimtab rescore FILE --model PATH"
 CERTAINTY = ((0.9, "sure"), (0.7, "likely"), (0.5, "possible"), (0.0, "doubtful"))
 Kind = Literal["healthy", "proven", "fits", "differential"]
+FIGURES: Mapping[str, tuple[str, str]] = {key: tuple(text) for key, text in read_table("texts.toml")["figures"].items()}
+"""Name and meaning of each figure, in reading order."""
+
+
+def format_interval(interval: Interval | None, form: Callable[[float], str] = format_number) -> str:
+    """Formats the ends as `1.7e-4 to 2.1e-4`; empty if they are not known."""
+    if interval is None or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
+        return ""
+    return f"{form(interval.low)} to {form(interval.high)}"
+
+
+def overrides_text(overrides: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={number(value)}" for name, value in overrides.items())
+
+
+def _form(key: str) -> Callable[[float], str]:
+    if key in ("ratio_mean", "ppl_ratio", "pearson"):  # near 1, where four digits are too few
+        return lambda value: short_exponent(f"{value:.5g}") if math.isfinite(value) else "–"
+    return format_number if key in ("k1", "k2", "k3", "chi2_token") else number
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A statistic of the mismatch as text."""
+
+    name: str
+    meaning: str
+    value: str  # with enough digits to tell it from the ends of its healthy range
+    interval: str  # at 95%; "" without an interval
+    healthy: str  # the healthy range
+    judged: str  # healthy or outside, as report.html marks it; "" without a healthy range
+
+    @classmethod
+    def of(cls, size: MismatchSize, key: str) -> Figure:
+        metric, value, form = f"mismatch/{key}", size.mismatch[key], _form(key)
+        interval = format_interval(size.intervals.get(key), form)
+        text = beside(value, bounds(metric), form)
+        return cls(*FIGURES.get(key, (key, "")), text, interval, band_text(metric), judge(metric, value))
+
+    @property
+    def text(self) -> str:
+        """The value as `1.9e-4 (1.7e-4 to 2.1e-4)`, or alone if its interval is missing or has no width."""
+        has_width = self.interval and self.interval != f"{self.value} to {self.value}"
+        return f"{self.value} ({self.interval})" if has_width else self.value
+
+
+def range_text(size: MismatchSize) -> str:
+    """Returns the description of the published range that contains k3."""
+    if size.verdict == "rounding":
+        return "no more than the rounding of the stored log-probs causes"
+    k3_range = k3_ranges()[size.verdict]
+    return k3_range.below if size.mismatch["k3"] < k3_range.low else k3_range.text
 
 
 class Family(NamedTuple):
@@ -129,9 +182,9 @@ class Diagnosis:
         severity = _severity(measured, causes, faults)
         kind = _kind(causes, severity)
         doubt = None if faults or severity == "good" else _doubtful(causes, measured.size.verdict)
-        bounds = overrides_text(recommended.overrides)
-        method = f"{recommended.preset} with {bounds}" if bounds else recommended.preset or "no correction yet"
-        shown = () if kind == "healthy" else tuple(map(Family.of, families(self.candidates)[:SHOWN]))
+        overrides = overrides_text(recommended.overrides)
+        method = f"{recommended.preset} with {overrides}" if overrides else recommended.preset or "no correction yet"
+        shown = () if kind == "healthy" else tuple(map(Family.of, group_by_test(self.candidates)[:SHOWN]))
         first = _first_step(self, shown, faults, kind, doubt, f"use the correction {method}")
         # Without a cause, the verdict is the first fault of the files.
         nothing = (
@@ -149,8 +202,7 @@ class Diagnosis:
         named += [
             ("Also", f"{one.detail[0].upper()}{one.detail[1:]}.") for one in origin.findings if one.name in OF_BATCH
         ]
-        same = [outcome for outcome in self.outcomes if outcome.preset == recommended.preset]
-        exact = [outcome for outcome in same if dict(outcome.overrides) == dict(recommended.overrides)]
+        chosen = recommended.preset, recommended.overrides
         figures = {key: Figure.of(measured.size, key) for key in measured.size.mismatch}
         return Answer(
             severity=severity,
@@ -170,7 +222,7 @@ class Diagnosis:
             families=shown,
             known={cause.name: _shown(cause.name, origin, faults, severity) for cause in causes},
             method=f"if {doubt.intended}, {method}" if doubt else method,
-            outcome=(exact or same or [None])[0],
+            outcome=next((one for one in self.outcomes if (one.preset, one.overrides) == chosen), None),
         )
 
 
@@ -308,7 +360,7 @@ def _split_text(measured: Measured) -> str:
 
 def _where_text(measured: Measured, causes: Sequence[Cause], texts: Mapping[int, str]) -> str:
     """Lists the largest hotspots of the mismatch, after the tokens that the first cause concerns."""
-    spots = hotspots(measured, texts)
+    spots = find_hotspots(measured, texts)
     if not measured.size.mismatch["k3"] > 0:
         text = "nowhere: there is no mismatch"
     elif not spots:
@@ -338,7 +390,7 @@ def _shown(cause: str, data: DataSummary, faults: Mapping[str, str], severity: s
     loud = not faults and severity != "good"
     found = [
         match
-        for match in matches(cause, data)
+        for match in find_matches(cause, data)
         if match.certain or cause in faults or (loud and data.framework in match.trainers)
     ]
     return tuple(found[:MOST_KNOWN])

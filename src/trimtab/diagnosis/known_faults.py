@@ -21,14 +21,14 @@ def known_faults() -> tuple[KnownFault, ...]:
     return tuple(KnownFault(**row | {name: tuple(row.get(name, ())) for name in lists}) for row in rows)
 
 
-def matches(cause: str, data: DataSummary) -> list[KnownFault]:
+def find_matches(cause: str, data: DataSummary) -> list[KnownFault]:
     """Returns the faults that may be behind a cause: faults of the data's versions first, then of the same trainer.
 
     A fault is left out if the data is from another trainer or engine, or from versions that are not affected. If the
     versions cannot be compared, the data must be known to come from the fault's trainer and models.
     """
     # Hooks in other trainers write this package's columns too, but no recipe: without one, the trainer is unknown.
-    trainer = "" if data.framework in ("trimtab", "columns") and data.settings is None else data.framework
+    trainer = "" if data.framework in ("trimtab", "columns") and data.numerics is None else data.framework
     layout = LAYOUTS.get(data.framework)
     engine = data.engine or (layout.engine if layout else "")
     model = Path(data.model).name.lower()

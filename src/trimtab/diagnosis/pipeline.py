@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.advice.rules import advise
-from trimtab.diagnosis.against import Comparison, against
+from trimtab.diagnosis.against import Comparison, compare_samples
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
 from trimtab.diagnosis.measure import measure
@@ -56,7 +56,7 @@ def diagnose(
     """
     on_progress = on_progress or (lambda _activity, _tokens: None)
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    with nullcontext() if redaction is None else redaction.errors_kept_back():
+    with nullcontext() if redaction is None else redaction.hide_errors():
         vocabulary = None if tokenizer is None else named_tokenizer(tokenizer)
         measured, files = examine(
             files, framework, columns or {}, on_progress, without, redaction=redaction, prompts=prompts, stated=stated
@@ -86,7 +86,7 @@ def compare(
     prompts: dict[Hashable, int] = {}
     one, two = (diagnose(paths, redaction=redaction, prompts=prompts, **options) for paths in (first, second))
     names = [str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") for paths in (first, second)]
-    return one, against(one, two, ("", "") if redaction else (names[0], names[1]))
+    return one, compare_samples(one, two, ("", "") if redaction else (names[0], names[1]))
 
 
 def examine(
@@ -106,14 +106,14 @@ def examine(
         counts = ReadCounts(prompts={} if prompts is None else prompts, quotes=redaction is None)
         log = open_log(paths, framework=framework, columns=columns, counts=counts)
         on_progress("reading again without placeholders" if left_out else "reading", 0)
-        tables = log.tables() if redaction is None else map(redaction.table, log.tables())
+        tables = log.tables() if redaction is None else map(redaction.redact_table, log.tables())
         if stated.lag is not None:
             tables = (_aged(table, stated.lag) for table in tables)
         measured = measure(_with_progress(tables, on_progress), log.summary, left_out=left_out)
-        settings = stated.settings or measured.origin.settings
+        numerics = stated.numerics or measured.origin.numerics
         assumes = measured.origin.assumes_current and stated.lag is None
-        measured = replace(measured, origin=replace(measured.origin, settings=settings, assumes_current=assumes))
-        return measured if redaction is None else redaction.measured(measured), log.files
+        measured = replace(measured, origin=replace(measured.origin, numerics=numerics, assumes_current=assumes))
+        return measured if redaction is None else redaction.redact_measured(measured), log.files
 
     whole, files = once()
     found = () if "placeholder" in without else whole.placeholders

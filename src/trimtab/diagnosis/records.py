@@ -23,7 +23,7 @@ from trimtab.intervals import Interval
 
 
 @dataclass(frozen=True)
-class Settings:
+class Numerics:
     """Dtypes and quantization of a run, from its recipe or from the user."""
 
     sampler: str
@@ -31,7 +31,7 @@ class Settings:
     autocast: str  # of the trainer: bfloat16 or none
     # Keys and values that quantize the sampler's weights or cache; None if the recipe does not determine it (a server).
     coarse: tuple[str, ...] | None
-    source: str = "the run's recipe says"  # who states the settings
+    source: str = "the run's recipe says"  # who states the numerics
 
     @property
     def bits(self) -> str:
@@ -41,8 +41,8 @@ class Settings:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the settings are from the run's recipe, not from the user."""
-        return self.source == Settings.source
+        """Whether the numerics are from the run's recipe, not from the user."""
+        return self.source == Numerics.source
 
     @property
     def sixteen_bits(self) -> bool:
@@ -76,13 +76,13 @@ class Stated:
             raise TrimtabError(f"--sampler {self.sampler} is unknown: one of {', '.join((*DTYPES, *COARSE))}")
 
     @property
-    def settings(self) -> Settings | None:
-        """The settings that follow from `sampler`; None if it is unknown."""
+    def numerics(self) -> Numerics | None:
+        """The numerics that follow from `sampler`; None if it is unknown."""
         if not self.sampler:
             return None
         name = SIXTEEN_BITS.get(self.sampler, self.sampler)
         coarse = () if name in DTYPES else (f"the sampler is {name}",)
-        return Settings(name, "not stated", "none", coarse, "you say:")
+        return Numerics(name, "not stated", "none", coarse, "you say:")
 
 
 NOTHING_STATED = Stated()
@@ -116,7 +116,7 @@ class DataSummary:
     nonfinite: Mapping[str, int] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)  # absent columns, with the analysis that each would allow
     findings: tuple[Finding, ...] = ()  # other anomalies of the data
-    settings: Settings | None = None  # from the run's recipe, if it is beside the files, or from the user
+    numerics: Numerics | None = None  # from the run's recipe, if it is beside the files, or from the user
     masked: MaskedResponses | None = None  # responses left out of the loss, if there are any
     engine: str = ""  # the sampler (vllm, transformers); "" if unknown
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages, by name, if they are beside the files

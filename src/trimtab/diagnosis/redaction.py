@@ -30,7 +30,7 @@ class Redaction:
         self._replacements = np.argsort(np.frombuffer(os.urandom(8 * _IDS), dtype=np.uint64))
 
     @contextmanager
-    def errors_kept_back(self) -> Iterator[None]:
+    def hide_errors(self) -> Iterator[None]:
         """Replaces the text of a `TrimtabError`, which may name files and quote their cells."""
         try:
             yield
@@ -40,29 +40,29 @@ class Redaction:
                 "without --redact to see it"
             ) from None
 
-    def table(self, table: TokenTable) -> TokenTable:
+    def redact_table(self, table: TokenTable) -> TokenTable:
         """Returns the table with replaced ids; equal ids stay equal."""
         if table.ids is None:
             return table
         known = (table.ids >= 0) & (table.ids < _IDS)
         return replace(table, ids=np.where(known, self._replacements[np.where(known, table.ids, 0)], -1))
 
-    def measured(self, measured: Measured) -> Measured:
-        """Returns the measurements with ids labeled as hashes, and without unknown words in the run's settings."""
+    def redact_measured(self, measured: Measured) -> Measured:
+        """Returns the measurements with ids labeled as hashes, and without unknown words in the run's numerics."""
         views, origin = dict(measured.views), replace(measured.origin, model="")
         if (view := views.get("token")) is not None:
             pairs = zip(view.columns["id"].tolist(), view.labels, strict=True)
             labels = tuple(f"hash {id_:05x}" if id_ >= 0 else label for id_, label in pairs)
             views["token"] = replace(view, labels=labels, columns={**view.columns, "id": np.full(len(labels), -1)})
-        if (settings := origin.settings) is not None and settings.is_recorded:
-            pairs = None if settings.coarse is None else [pair.partition(" = ") for pair in settings.coarse]
-            coarse = None if pairs is None else tuple(f"{key} = {_known(value)}" for key, _, value in pairs)
-            sampler, trainer, autocast = map(_known, (settings.sampler, settings.trainer, settings.autocast))
+        if (numerics := origin.numerics) is not None and numerics.is_recorded:
+            pairs = None if numerics.coarse is None else [pair.partition(" = ") for pair in numerics.coarse]
+            coarse = None if pairs is None else tuple(f"{key} = {_redact_word(value)}" for key, _, value in pairs)
+            sampler, trainer, autocast = map(_redact_word, (numerics.sampler, numerics.trainer, numerics.autocast))
             parts = {"sampler": sampler, "trainer": trainer, "autocast": autocast, "coarse": coarse}
-            origin = replace(origin, settings=replace(settings, **parts))
+            origin = replace(origin, numerics=replace(numerics, **parts))
         return replace(measured, origin=origin, views=views)
 
 
-def _known(word: str) -> str:
+def _redact_word(word: str) -> str:
     """Returns a word that names a dtype or a quantization; "(left out)" for others, which a user may have chosen."""
     return word if _NUMERICS.fullmatch(word) else "(left out)"

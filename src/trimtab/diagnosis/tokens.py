@@ -111,6 +111,13 @@ class TokenTable:
         return np.maximum(count - 1, 0)
 
     @property
+    def sampling(self) -> dict[str, np.ndarray]:
+        """The known values (any,) of temperature, top_p and top_k, by name."""
+        columns = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        known = {name: values[np.isfinite(values)] for name, values in columns.items() if values is not None}
+        return {name: values for name, values in known.items() if len(values)}
+
+    @property
     def columns(self) -> dict[str, np.ndarray]:
         """The columns that the data has, by name."""
         values = {item.name: getattr(self, item.name) for item in fields(self)[1:]}

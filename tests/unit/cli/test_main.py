@@ -15,7 +15,7 @@ import trimtab
 from trimtab.cli import main
 from trimtab.cli.output import run_directory
 from trimtab.cli.starting import COMMANDS
-from trimtab.diagnosis.advice.rules import choices
+from trimtab.diagnosis.advice.rules import list_choices
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import objectives
 from trimtab.text import without_credentials
@@ -238,7 +238,7 @@ def test_a_run_that_is_not_there_is_looked_for_beside_it(command: list[str], tmp
 def test_explain_alone_lists_every_objective_once(printed: Printed) -> None:
     listed, _, chosen = printed("explain").partition("\n\nWhich one when (")
     assert [line.split()[0] for line in listed.splitlines() if len(line.split()) > 3] == objectives()
-    for row in choices():
+    for row in list_choices():
         assert f"\n\n{row.when}\n  {row.preset or 'nothing: repair it first'}" in chosen
         assert row.accuracy in chosen
     assert len(printed("explain", "vtrace", code=2)) < 150

@@ -16,7 +16,7 @@ import pytest
 from tests.support.diagnosis_example import example
 from tests.support.token_tables import table
 
-from trimtab.diagnosis.against import Comparison, against, figures, rows, verdict_lines
+from trimtab.diagnosis.against import Comparison, compare_samples, figure_rows, terminal_rows, verdict_lines
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output.as_json import against_dict
 from trimtab.diagnosis.pipeline import compare
@@ -138,7 +138,7 @@ def test_equal_streams_differ_in_one_of_twenty_comparisons() -> None:
     runs = 200
     streams = [stream(100 + index, 0.1) for index in range(2 * runs)]
     pairs = zip(streams[::2], streams[1::2], strict=True)
-    misses = sum(bool(against(of(*one), of(*two)).differs) for one, two in pairs)
+    misses = sum(bool(compare_samples(of(*one), of(*two)).differs) for one, two in pairs)
     assert misses <= 29  # binomial, 200 cases of 7%: 30 or more in 7e-5 of the runs
 
 
@@ -147,7 +147,7 @@ def test_tails_by_hand() -> None:
     one, two = np.full_like(behavior, 0.1), np.full_like(behavior, 0.1)
     one[:, -10:] = 0.3
     two[5:] = -0.2
-    comparison = against(of(behavior, behavior + one), of(behavior, behavior + two))
+    comparison = compare_samples(of(behavior, behavior + one), of(behavior, behavior + two))
 
     def part(log: float) -> float:
         return math.expm1(log) - log
@@ -163,16 +163,16 @@ def test_a_side_without_mismatch_and_sides_with_few_responses_have_words() -> No
     exact = np.full((30, 10), -1.0)
     noisy = stream(0, 0.1)
     nothing, some = with_k3(of(exact, exact), 0.0, "exact"), with_k3(of(*noisy), 0.005)
-    assert math.isnan(against(nothing, nothing).k3.value)
-    sentences = [verdict_lines(against(a, b))[0] for a, b in ((nothing, nothing), (some, nothing))]
+    assert math.isnan(compare_samples(nothing, nothing).k3.value)
+    sentences = [verdict_lines(compare_samples(a, b))[0] for a, b in ((nothing, nothing), (some, nothing))]
     assert sentences == [
         "Trainer and sampler agree up to rounding in A and in B (k3 0 in A, 0 in B).",
         "Trainer and sampler agree up to rounding in B (k3 5.0e-3 in A, 0 in B).",
     ]
-    few = against(some, with_k3(of(noisy[0][:3], noisy[1][:3]), 0.005))
+    few = compare_samples(some, with_k3(of(noisy[0][:3], noisy[1][:3]), 0.005))
     assert few.differs is None
     assert verdict_lines(few)[0].endswith("too few responses for an interval.")
-    assert "too few responses for an interval" in dict(rows(few))["k3"]
+    assert "too few responses for an interval" in dict(terminal_rows(few))["k3"]
 
 
 def with_k3(diagnosis: Diagnosis, value: float, verdict: str = "small-dense") -> Diagnosis:
@@ -183,8 +183,8 @@ def with_k3(diagnosis: Diagnosis, value: float, verdict: str = "small-dense") ->
 
 def test_the_table_says_what_changed_and_json_holds_both_diagnoses() -> None:
     first, second = with_k3(of(*stream(0, 0.2)), 0.02), with_k3(of(*stream(1, 0.1)), 0.005)
-    comparison: Comparison = against(first, second, ("new", "old"))
-    shown = {name: row for name, *row in figures(comparison)}
+    comparison: Comparison = compare_samples(first, second, ("new", "old"))
+    shown = {name: row for name, *row in figure_rows(comparison)}
     assert shown["k3"][2].endswith("more than chance")
     assert shown["mean ratio"][2].endswith("within chance")
     values = against_dict(comparison)

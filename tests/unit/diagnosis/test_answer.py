@@ -17,12 +17,11 @@ from packaging.specifiers import SpecifierSet
 from tests.support.diagnosis_example import INTERVALS, MISMATCH, example, view
 
 import trimtab.diagnosis
-from trimtab.diagnosis.answer import mean_ratio_text
-from trimtab.diagnosis.figures import Figure, range_text
-from trimtab.diagnosis.hotspots import hotspots, shares
-from trimtab.diagnosis.known_faults import known_faults, matches
+from trimtab.diagnosis.answer import Figure, mean_ratio_text, range_text
+from trimtab.diagnosis.known_faults import find_matches, known_faults
+from trimtab.diagnosis.measure.views import find_hotspots, shares
 from trimtab.diagnosis.output.as_json import as_dict
-from trimtab.diagnosis.output.as_text import rows, terminal_text
+from trimtab.diagnosis.output.as_text import terminal_rows, terminal_text
 from trimtab.diagnosis.output.html_page import answers, page
 from trimtab.diagnosis.reading.counts import ODD_FILES
 from trimtab.diagnosis.reading.layouts import LAYOUTS, ROLES
@@ -33,9 +32,9 @@ from trimtab.diagnosis.records import (
     DriftSplit,
     KnownFault,
     MismatchSize,
+    Numerics,
     PresetOutcome,
     Recommendation,
-    Settings,
     View,
     finding,
     read_table,
@@ -45,7 +44,7 @@ from trimtab.text import format_percent
 
 DOCS = Path(__file__).parents[3] / "docs"
 PACKAGE = Path(trimtab.diagnosis.__file__).parent
-OWN = Settings("bfloat16", "float32", "none", ())
+OWN = Numerics("bfloat16", "float32", "none", ())
 STATED, GUESSED = (Cause("stale", 0.9, "Older.", is_stated=stated) for stated in (True, False))
 PRECISION = Cause("precision", 0.9, "Small.")
 BROKEN = Cause("temperature", 0.9, "Slope 0.4.", "Divide the logits.")
@@ -75,7 +74,7 @@ def test_faults_come_before_the_correction() -> None:
     broken = replace(example(causes=(BROKEN,)), recommendation=Recommendation("", {}, "Fix it first."))
     assert broken.answer.faults == {"temperature": "Divide the logits."}
     assert broken.answer.verdict[0][1].endswith("(temperature, sure, confidence 0.90).")
-    do = [text for _, text in rows(broken)][-2:]
+    do = [text for _, text in terminal_rows(broken)][-2:]
     assert do == ["repair temperature: Divide the logits.", "no correction yet: Fix it first."]
     assert not any("token-tis" in text for _, text in answers(broken))
     assert not example().answer.faults, "quantization and staleness are what corrections are for"
@@ -156,7 +155,7 @@ def located(*cuts: View) -> list[tuple[str, float, float]]:
     """Places in views whose tokens are all there are."""
     count, k3 = cuts[0].count.sum(), (cuts[0].count * cuts[0].k3).sum()
     size = {"mismatch": {**MISMATCH, "tokens": float(count), "k3": k3 / count}}
-    result = hotspots(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
+    result = find_hotspots(example(only={cut.name: cut for cut in cuts}, size=size).measured, {})
     return [(place.what, round(place.tokens, 3), round(place.k3, 3)) for place in result]
 
 
@@ -239,7 +238,7 @@ def data(framework: str = "columns", **changes: object) -> DataSummary:
 
 
 def links(cause: str, origin: DataSummary) -> set[str]:
-    return {match.link.rpartition("/")[2] for match in matches(cause, origin)}
+    return {match.link.rpartition("/")[2] for match in find_matches(cause, origin)}
 
 
 def test_every_row_is_whole() -> None:
@@ -278,7 +277,7 @@ def test_trainers_whose_files_are_read_have_the_names_of_their_layouts() -> None
         (data("nemo-rl", model="Qwen/Qwen3-8B"), {"3152"}, {"4018"}),
         (data("columns"), set(), {"4018", "2783", "46125"}),  # neither trainer nor engine is known
         (data("trimtab"), set(), {"4018", "2783", "46125"}),  # hooks in other trainers write these columns
-        (data("trimtab", settings=OWN, engine="vllm"), {"46125"}, {"4018", "2783"}),
+        (data("trimtab", numerics=OWN, engine="vllm"), {"46125"}, {"4018", "2783"}),
         (data("miles"), {"27886"}, {"46125"}),  # Miles samples with SGLang
     ],
 )
@@ -288,7 +287,7 @@ def test_a_fault_of_another_trainer_or_engine_is_left_out(
     found = links("stale-cache", origin)
     assert named <= found
     assert not left_out & found
-    assert links("stale-cache", data("trimtab", settings=OWN, engine="transformers")) == set()
+    assert links("stale-cache", data("trimtab", numerics=OWN, engine="transformers")) == set()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_versions_decide(version: str, certain: bool | None) -> None:
     # vLLM 0.20 is affected and 0.21 repaired (NeMo-RL, pull request 2895).
     versions = {"vllm": version} if version else {}
     for model in ("zai-org/GLM-4.7-Flash", ""):
-        found = matches("undelivered", data("nemo-rl", versions=versions, model=model))
+        found = find_matches("undelivered", data("nemo-rl", versions=versions, model=model))
         matched = [match.certain for match in found if match.link.endswith("/2895")]
         assert matched == ([] if certain is None or not (certain or model) else [certain])
 
@@ -306,14 +305,16 @@ def test_versions_decide(version: str, certain: bool | None) -> None:
 def test_a_fault_of_other_models_or_of_an_unknown_trainer_is_not_blamed() -> None:
     """Below a dense model of which nothing else is known stands nothing; below one with experts, what it may have."""
     for model in ("smollm2-135m-instruct", ""):
-        assert matches("unexplained", data("trimtab", model=model)) == []
-        assert matches("routing", data("trimtab", settings=OWN, engine="vllm", model=model)) == []
-    experts = matches("routing", data("verl", engine="vllm", model="/models/Qwen3-30B-A3B"))
+        assert find_matches("unexplained", data("trimtab", model=model)) == []
+        assert find_matches("routing", data("trimtab", numerics=OWN, engine="vllm", model=model)) == []
+    experts = find_matches("routing", data("verl", engine="vllm", model="/models/Qwen3-30B-A3B"))
     assert [one.models for one in experts] == ["mixture of experts, as Qwen3-30B-A3B"] * 2
 
 
 def test_known_versions_come_first_then_the_same_trainer() -> None:
-    found = matches("unexplained", data("nemo-rl", versions={"vllm": "0.16.0"}, model="nvidia/Nemotron-3-Nano-30B-A3B"))
+    found = find_matches(
+        "unexplained", data("nemo-rl", versions={"vllm": "0.16.0"}, model="nvidia/Nemotron-3-Nano-30B-A3B")
+    )
     assert [match.certain for match in found][:2] == [True, False]
     assert found[0].link.endswith("/2128")
     assert found[0].text.startswith("known (nemo-rl, vllm <0.17, Nemotron-3-Nano, vLLM with Megatron): ")
@@ -324,7 +325,7 @@ def test_known_versions_come_first_then_the_same_trainer() -> None:
 def test_at_most_three_stand_under_a_cause() -> None:
     origin = {"framework": "nemo-rl", "versions": {"vllm": "0.20.1"}}
     diagnosis = example(causes=(Cause("undelivered", 0.9, "age 0 throughout", "Send them."),), origin=origin)
-    lines = [text for _, text in rows(diagnosis)]
+    lines = [text for _, text in terminal_rows(diagnosis)]
     start = lines.index("undelivered (confidence 0.90): age 0 throughout (docs/causes.md#undelivered)")
     shown = lines[start + 1 : start + 4]
     assert [line.split()[0] for line in shown[:2]] == ["known", "known"]
@@ -347,7 +348,7 @@ def test_noise_is_blamed_on_the_same_trainer_only_and_where_it_is_large(k3: floa
         origin={"framework": framework, "model": "nvidia/Nemotron-3.5-Super"},
         size={"mismatch": {**example().measured.size.mismatch, "k3": k3}},
     )
-    assert bool([text for _, text in rows(diagnosis) if text.startswith("may apply")]) is shown
+    assert bool([text for _, text in terminal_rows(diagnosis) if text.startswith("may apply")]) is shown
 
 
 def test_causes_and_what_is_odd_about_the_files_are_one_list() -> None:

@@ -27,8 +27,6 @@ from trimtab.errors import TrimtabError
 from trimtab.objectives import Aggregation, Objective, PolicyLogps, Regression, objective, objectives
 from trimtab.objectives.calibrate import Observed, bounds_of, calibrated
 
-_Weights = Callable[[Objective, float], Tensor]
-
 EQUAL_TOLERANCE = 1e-5  # relative difference up to which two float32 weights count as equal
 
 NOTES = read_table("texts.toml")["presets"]
@@ -79,6 +77,11 @@ class AdviceData:
         levels = ("token", *PRODUCT_LEVELS)
         return {level: bounded(at_level(log, sequences, level))[mask].exp().double() for level in levels}
 
+    @cached_property
+    def free_weights(self) -> Callable[[Objective, float], Tensor]:
+        """`weights` of objectives without bounds, each computed once: many presets are equal without their bounds."""
+        return cache(lambda built, unknown: weights(built, self, unknown))
+
     @property
     def _sides(self) -> tuple[Tensor, Tensor]:
         return self.logps.required("proximal", "advice"), self.logps.required("behavior", "advice")
@@ -91,7 +94,7 @@ def weights(built: Objective, data: AdviceData, unknown: float) -> Tensor:
     advantage and by the gradient of a single token with equal policies. `unknown`: +1 or -1, the sign used if an
     advantage is 0 or unknown.
     """
-    plain = _plain(built)
+    plain = _without_shared_factors(built)
     return _gradients(plain, data, unknown) * data.trained / _of_one_token(plain)
 
 
@@ -111,18 +114,18 @@ def _of_one_token(built: Objective) -> Tensor:
     return _gradients(built, AdviceData.of(table), 1.0)
 
 
-def unbounded(built: Objective) -> Objective:
+def remove_bounds(built: Objective) -> Objective:
     """Returns the objective without bounds, masks and clipping: equal for presets that differ only in these."""
     weight = None if built.weight is None else replace(built.weight, bound="truncate", min=None, max=None)
-    return _plain(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
+    return _without_shared_factors(replace(built, weight=weight, masks=(), surrogate=built.surrogate.unbounded()))
 
 
-def _plain(built: Objective) -> Objective:
+def _without_shared_factors(built: Objective) -> Objective:
     """Returns the objective without the parts that do not change weights, such as factors shared by all tokens."""
     return replace(built, name="plain", aggregation=Aggregation(), notes=())
 
 
-def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
+def rate_presets(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutcome, ...]:
     """Returns one row per preset, followed by one with calibrated bounds if it has any.
 
     Empty without a trained token. presets: by default all presets whose weights follow from the log-probs of sampled
@@ -131,14 +134,9 @@ def outcomes(data: AdviceData, presets: Sequence[str] = ()) -> tuple[PresetOutco
     if data.trained == 0:
         return ()
     rated = presets or [name for name in objectives() if not objective(name).centering]
-    free = cache(lambda built, sign: weights(built, data, sign))  # many presets are equal without their bounds
-    return tuple(_outcome(data, free, name, bounds) for name in rated for bounds in _bounds(data, name))
-
-
-def outcome(data: AdviceData, preset: str, bounds: Mapping[str, Any]) -> PresetOutcome:
-    """Returns the row of one preset at bounds that are neither published nor quantiles of the data."""
-    row = _outcome(data, lambda built, sign: weights(built, data, sign), preset, bounds)
-    return replace(row, calibrated=False)
+    return tuple(
+        rate_preset(data, name, bounds, calibrated=bool(bounds)) for name in rated for bounds in _bounds(data, name)
+    )
 
 
 def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
@@ -151,21 +149,22 @@ def _bounds(data: AdviceData, preset: str) -> Iterator[Mapping[str, Any]]:
             return
 
 
-def _outcome(data: AdviceData, free: _Weights, preset: str, bounds: Mapping[str, Any]) -> PresetOutcome:
+def rate_preset(data: AdviceData, preset: str, bounds: Mapping[str, Any], *, calibrated: bool = False) -> PresetOutcome:
+    """Returns the row of one preset. calibrated: whether the bounds are quantiles of the data."""
     built = objective(preset, **bounds)
     # Clipping of current/behavior, OPSM and regressions depend on the sign of the advantage.
     depends_on_sign = built.ratio.over == "behavior" or any("advantage" in rule.reads for rule in built.masks)
     signs = (1.0, -1.0) if depends_on_sign and (data.sign == 0).any() else (1.0,)
-    shares = [_shares(built, data, sign, free(unbounded(built), sign)) for sign in signs]
+    shares = [_shares(built, data, sign) for sign in signs]
     kept, changed, ess, bias = np.mean(shares, axis=0).tolist()
     averaged = "the sign of the advantage matters: mean of both where it is unknown or 0" if len(signs) == 2 else ""
     note = "; ".join(filter(None, (NOTES.get(preset, ""), averaged)))
-    return PresetOutcome(preset, kept, changed, ess, bias, dict(bounds), bool(bounds), note)
+    return PresetOutcome(preset, kept, changed, ess, bias, dict(bounds), calibrated, note)
 
 
-def _shares(built: Objective, data: AdviceData, unknown: float, free: Tensor) -> tuple[float, float, float, float]:
-    """Returns kept, changed, ess and bias; `free` are the weights without any bound."""
-    weight = weights(built, data, unknown)
+def _shares(built: Objective, data: AdviceData, unknown: float) -> tuple[float, float, float, float]:
+    """Returns kept, changed, ess and bias."""
+    weight, free = weights(built, data, unknown), data.free_weights(remove_bounds(built), unknown)
     kept = weight != 0
     changed = kept & ((weight - free).abs() > EQUAL_TOLERANCE * free.abs())
     square = float(weight.square().mean())

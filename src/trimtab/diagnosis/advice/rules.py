@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.adapters.config_lines import lines
-from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcome, outcomes
+from trimtab.diagnosis.advice.preset_outcomes import AdviceData, rate_preset, rate_presets
 from trimtab.diagnosis.records import MUST_FIX, Cause, Measured, PresetOutcome, Recommendation, read_table
 from trimtab.objectives.calibrate import bounds_of
 
@@ -36,13 +36,13 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     stride = -(-sample.tokens // OUTCOME_TOKENS)  # shares and quantiles need fewer tokens than causes do
     part = sample if stride < 2 else sample.select(np.arange(sample.responses) % stride == 0)
     data = AdviceData.of(part)
-    table = outcomes(data)
+    table = rate_presets(data)
     size, origin = measured.size, measured.origin
     failed = [finding.name for finding in origin.findings if finding.status == "fail"]
     inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses, failed)
     _, preset, overrides, why = choose(inputs, load_map())
     if preset and table and (preset, overrides) not in [(row.preset, row.overrides) for row in table]:
-        table = (*table, outcome(data, preset, overrides))
+        table = (*table, rate_preset(data, preset, overrides))
     return table, Recommendation(preset, dict(overrides), why, lines(preset, overrides) if preset else {})
 
 
@@ -120,7 +120,7 @@ def load_map() -> tuple[MapRegime, ...]:
     )
 
 
-def covering(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float) -> tuple[MapRegime | None, str]:
+def find_regime(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: float) -> tuple[MapRegime | None, str]:
     """Returns the regime that covers a mismatch of this cause, k3 and mean length, or why there is none."""
     reasons = {regime: regime.outside(k3, tokens) for regime in regimes if regime.cause == cause}
     if not reasons:
@@ -209,7 +209,7 @@ class Choice(NamedTuple):
     uncorrected: str = ""  # held-out accuracy of `grpo` in the same regime
 
 
-def choices() -> Iterator[Choice]:
+def list_choices() -> Iterator[Choice]:
     """Yields a row for each rule. docs/choosing.py writes them into pages, `trimtab explain` prints them."""
     regimes = {regime.cause: regime for regime in load_map()}
     for rule in RULES:
@@ -240,7 +240,7 @@ def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule,
     what, why = rule.what.format(**fields), rule.why.format(**fields)
     regime, note = None, ""
     if rule.measured is not None and regimes:
-        regime, note = covering(regimes, rule.measured, inputs.k3, inputs.tokens / max(inputs.responses, 1))
+        regime, note = find_regime(regimes, rule.measured, inputs.k3, inputs.tokens / max(inputs.responses, 1))
     if not rule.measured:  # log-probs do not show reuse of data: advice for those who reuse it
         note = "" if regime is None or rule.preset not in regime.methods else regime.sentence(rule.preset)
     elif regime is not None:

@@ -318,20 +318,11 @@ def _of_time(tokens: LogprobPairs, *, assumes_current: bool) -> Iterator[Sign]:
 
 
 def _of_settings(tokens: LogprobPairs) -> Iterator[Sign]:
-    table = tokens.table
-    columns = {"temperature": (table.temperature, 1.0), "top_p": (table.top_p, 1.0), "top_k": (table.top_k, 0)}
-    known = {
-        name: (float(np.median(values[np.isfinite(values)])), plain)
-        for name, (values, plain) in columns.items()
-        if values is not None and np.isfinite(values).any()
-    }
+    known = {name: float(np.median(values)) for name, values in tokens.table.sampling.items()}
     # A top_k of 0, or of -1 in vLLM, is no truncation.
-    other = {
-        name: value for name, (value, plain) in known.items() if (value > 0 if name == "top_k" else value != plain)
-    }
+    other = {name: value for name, value in known.items() if (value > 0 if name == "top_k" else value != 1)}
     if other or "temperature" in known:
-        shown = other or {name: value for name, (value, _) in known.items()}
-        text = ", ".join(f"{name} {value:g}" for name, value in shown.items())
+        text = ", ".join(f"{name} {value:g}" for name, value in (other or known).items())
         yield "settings-stated" if other else "settings-neutral", f"the file states {text}"
 
 
@@ -343,11 +334,11 @@ def rank(signs: Mapping[str, str], side: str = "", tested: Mapping[str, bool] | 
     """
     tested = tested or {}
     possible = (kind for kind in KINDS if (not side or side in kind.sides) and tested.get(kind.name, True) and signs)
-    found = [_candidate(kind, signs, is_found=tested.get(kind.name, False)) for kind in possible]
+    found = [_weigh(kind, signs, is_found=tested.get(kind.name, False)) for kind in possible]
     return tuple(sorted(found, key=lambda one: (one.found, one.odds), reverse=True))
 
 
-def families(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+def group_by_test(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
     """Returns families: candidates with the same test. A family that its test found is first, then by sum of odds."""
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
@@ -355,7 +346,7 @@ def families(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
     return sorted(groups.values(), key=lambda group: (group[0].found, sum(one.odds for one in group)), reverse=True)
 
 
-def _candidate(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:
+def _weigh(kind: CandidateKind, signs: Mapping[str, str], *, is_found: bool) -> Candidate:
     weights = [{name: part[name] for name in part if name in signs} for part in (kind.speaks_for, kind.speaks_against)]
     odds = math.exp(kind.prior + sum(weights[0].values()) - sum(weights[1].values()))
     strongest, opposed = (signs[max(part, key=lambda name: part[name])] if part else "" for part in weights)

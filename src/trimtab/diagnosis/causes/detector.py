@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from trimtab.diagnosis.records import Settings
+from trimtab.diagnosis.records import Numerics
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable, excess, k3
 
 MAX_LOGP = -1e-7  # the log-prob closest to 0 that float32 distinguishes from it; logits are clamped there
@@ -316,7 +316,7 @@ class Context:
     """What detectors know besides the tokens."""
 
     floor: float  # k3 of the file's rounding
-    settings: Settings | None  # from the run's recipe or the user, if known
+    numerics: Numerics | None  # from the run's recipe or the user, if known
     repaired: bool = False  # whether a cause was undone
     direction: int = 0  # `CauseMatch.direction` of an earlier cause that cannot be undone; 0 for none
     assumes_current: bool = False  # whether ages are not recorded, but assumed as of a synchronous trainer

@@ -33,7 +33,7 @@ from trimtab.diagnosis.causes.detector import (
     usual_rms,
 )
 from trimtab.diagnosis.measure.trained_tokens import explained
-from trimtab.diagnosis.records import UNPROVEN, Cause, Settings
+from trimtab.diagnosis.records import UNPROVEN, Cause, Numerics
 from trimtab.runs.metric_catalog import K3, judge, k3_ranges
 
 MAX_K3 = 0.12  # largest k3 that is called noise [4 bits in exact streams: .1]
@@ -315,11 +315,11 @@ def find_noise(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Names the noise if it exceeds float32 and the file's rounding, and if nothing shows that it is not noise.
 
     A few tokens far beyond the others were routed to other experts; many such tokens mean several kinds of noise. The
-    run's settings decide if they determine whether the sampler is quantized.
+    run's numerics decide if they determine whether the sampler is quantized.
     """
     noise = least_noise(tokens, context.direction) if context.direction else measure_noise(tokens)
     residual = Residual.of(tokens)
-    known = context.settings if context.settings is not None and context.settings.coarse is not None else None
+    known = context.numerics if context.numerics is not None and context.numerics.coarse is not None else None
     sixteen = known is not None and not known.is_recorded and not known.coarse
     if sixteen:  # what the user states about one side does not bound the other
         known = None
@@ -366,20 +366,20 @@ def _has_tail(noise: Noise, *, is_repaired: bool) -> bool:
     return is_rare or (noise.far > usual and noise.far_k3 > (MAX_FAR_K3_COARSE if noise.coarseness > 0 else MAX_FAR_K3))
 
 
-def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, settings: Settings) -> list[CauseMatch]:
-    """Returns the cause according to the settings; empty if there is more noise than rounding makes."""
-    sure, evidence = RECIPE_CONFIDENCE, f"{text}; {settings.source} {settings}"
-    if settings.coarse:
-        most = MAX_STATED * QUANTIZED[settings.bits][1]
+def _by_recipe(tokens: LogprobPairs, noise: Noise, text: str, numerics: Numerics) -> list[CauseMatch]:
+    """Returns the cause according to the numerics; empty if there is more noise than rounding makes."""
+    sure, evidence = RECIPE_CONFIDENCE, f"{text}; {numerics.source} {numerics}"
+    if numerics.coarse:
+        most = MAX_STATED * QUANTIZED[numerics.bits][1]
         if noise.rms <= most:
             return [replace(_noise("quantized", tokens, sure, evidence), is_stated=True)]
-        evidence += f", but weights of {settings.bits} were not measured to move logits by more than {most:.2g}"
+        evidence += f", but weights of {numerics.bits} were not measured to move logits by more than {most:.2g}"
         return [_noise("quantized", tokens, UNPROVEN, evidence)]
     if noise.rms > MAX_RECIPE_RMS if noise.k3 is None else noise.k3 > k3_ranges()["moe"].high:
         return []
-    if not settings.sixteen_bits:
-        sure, evidence = 0.5, f"{text}, although {settings.source} {settings}: check the dtype of the sampler"
-    return [replace(_noise("precision", tokens, sure, evidence), is_stated=settings.sixteen_bits)]
+    if not numerics.sixteen_bits:
+        sure, evidence = 0.5, f"{text}, although {numerics.source} {numerics}: check the dtype of the sampler"
+    return [replace(_noise("precision", tokens, sure, evidence), is_stated=numerics.sixteen_bits)]
 
 
 def _by_size(tokens: LogprobPairs, noise: Noise, text: str) -> CauseMatch:

@@ -43,7 +43,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
 def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Cause, ...]:
     """Returns the causes, faults before noise and each most confident first; empty within the noise floor.
 
-    Uses `measured.sample`, `measured.origin` (values that are not finite, the run's settings) and the floor in
+    Uses `measured.sample`, `measured.origin` (values that are not finite, the run's numerics) and the floor in
     `measured.size`. without: names of causes to skip. Rules: docs/reference-detection.md.
     """
     known = [find_placeholder(measured), find_nonfinite(measured.origin), find_above_zero(measured.sample)]
@@ -53,14 +53,14 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     origin = measured.origin
     is_rounded = any(one.name == FINDINGS["whole-numbers"]["name"] for one in origin.findings)
     if len(tokens) >= MIN_TOKENS and not everywhere and not is_rounded:
-        context = Context(measured.size.floor, origin.settings, assumes_current=origin.assumes_current)
+        context = Context(measured.size.floor, origin.numerics, assumes_current=origin.assumes_current)
         causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so it comes last.
     causes.sort(key=lambda cause: (cause.name in NOISES, -cause.confidence))
-    return tuple(map(_with_remedy, causes))
+    return tuple(map(_add_remedy, causes))
 
 
-def _with_remedy(cause: Cause) -> Cause:
+def _add_remedy(cause: Cause) -> Cause:
     """Returns a cause with its remedy. A cause that nothing proves has at most `UNPROVEN`, and its test is first."""
     kind = CAUSES[cause.name]
     fix = f"{kind.fix} {kind.otherwise}".strip()
@@ -77,41 +77,41 @@ def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) ->
     is_finished = False
     for stage in STAGES:
         while not is_finished:
-            excluded = {*without, *(finding.name for finding, _ in found)}
-            options = [option for find in stage if (option := _option(find, tokens, left, context, excluded))]
+            excluded = {*without, *(match.name for match, _ in found)}
+            options = [option for find in stage if (option := _try(find, tokens, left, context, excluded))]
             if not options:
                 break
-            findings, after = max(options, key=lambda option: left.total - option[1].total)
-            found += [(finding, after) for finding in findings]
-            tokens, left = findings[-1].remaining, after
-            context = replace(context, repaired=True, direction=findings[-1].direction or context.direction)
-            is_finished = findings[-1].is_final or len(tokens) < MIN_TOKENS // 2
+            matches, after = max(options, key=lambda option: left.total - option[1].total)
+            found += [(match, after) for match in matches]
+            tokens, left = matches[-1].remaining, after
+            context = replace(context, repaired=True, direction=matches[-1].direction or context.direction)
+            is_finished = matches[-1].is_final or len(tokens) < MIN_TOKENS // 2
     is_known = is_finished or context.direction
     open_question = None if is_known else find_unexplained(tokens, left, context.floor, is_rest=bool(found))
-    causes = [_cause(finding, whole, after, left if open_question else None) for finding, after in found]
+    causes = [_to_cause(match, whole, after, left if open_question else None) for match, after in found]
     return [*causes, open_question] if open_question else causes
 
 
-def _option(
+def _try(
     find: Detector, tokens: LogprobPairs, left: Residual, context: Context, excluded: Collection[str]
 ) -> tuple[list[CauseMatch], Residual] | None:
-    """Returns a detector's findings with what they leave; None if there are none, or if they leave too much."""
-    findings = [finding for finding in find(tokens, context) if finding.name not in excluded]
-    if any(CAUSES[finding.name].is_constant for finding in findings) and (start := _start_of_growth(tokens)):
-        there = {finding.name for finding in find(start, context)}
-        findings = [one for one in findings if one.name in there or not CAUSES[one.name].is_constant]
-    if not findings:
+    """Returns a detector's matches with what they leave; None if there are none, or if they leave too much."""
+    matches = [match for match in find(tokens, context) if match.name not in excluded]
+    if any(CAUSES[match.name].is_constant for match in matches) and (start := _select_first_step(tokens)):
+        there = {match.name for match in find(start, context)}
+        matches = [one for one in matches if one.name in there or not CAUSES[one.name].is_constant]
+    if not matches:
         return None
-    last = findings[-1]
+    last = matches[-1]
     if last.remaining is tokens:
-        return findings, left
+        return matches, left
     after = Residual.of(last.remaining)
     breaks = left.mean_is_one == "yes" and after.mean_is_one == "no"
     leaves_less = after.tokens > 0 and after.k3 < MAX_LEFT * left.k3 and not breaks
-    return (findings, after) if last.is_final or leaves_less else None
+    return (matches, after) if last.is_final or leaves_less else None
 
 
-def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
+def _select_first_step(tokens: LogprobPairs) -> LogprobPairs | None:
     """Returns the tokens of the first step if the mismatch grows with the steps, else None.
 
     A constant cause must show in that step too. Otherwise it may be training: a policy that becomes more certain has
@@ -124,12 +124,12 @@ def _start_of_growth(tokens: LogprobPairs) -> LogprobPairs | None:
     return first if Residual.of(first).k3 < MAX_FIRST_K3 * Residual.of(last).k3 else None
 
 
-def _cause(finding: CauseMatch, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
-    """Returns the record of a finding; the confidence is lower if a share of k3 stays unexplained."""
+def _to_cause(match: CauseMatch, whole: Residual, after: Residual, unexplained: Residual | None) -> Cause:
+    """Returns the record of a match; the confidence is lower if a share of k3 stays unexplained."""
     share = float(np.clip(1 - after.k3 / whole.k3, 0, 1)) if whole.k3 > 0 and after.tokens else 0.0
     limit = 0.99 if unexplained is None else CONFIDENCE_OUTSIDE + 0.5 * share**2
-    sure = round(min(finding.max_confidence, limit), 2)
-    cause = Cause(finding.name, sure, finding.evidence, tokens=finding.tokens, is_stated=finding.is_stated)
-    if not after.tokens or finding.direction or finding.name in ("stale", *NOISES):  # nothing was undone
+    sure = round(min(match.max_confidence, limit), 2)
+    cause = Cause(match.name, sure, match.evidence, tokens=match.tokens, is_stated=match.is_stated)
+    if not after.tokens or match.direction or match.name in ("stale", *NOISES):  # nothing was undone
         return cause
     return replace(cause, share_of_k3=share, repaired={"k3": after.k3, "ratio_mean": after.ratio_mean})

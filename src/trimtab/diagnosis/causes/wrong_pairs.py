@@ -120,7 +120,7 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     if distance.sum() < MIN_GAIN:
         return None
     scores = [_score(tokens, distance, offset) for offset in OFFSETS]
-    gains = np.stack([_stretches(score, tokens.row, MIN_STRETCH_GAIN)[0] for score, _ in scores])
+    gains = np.stack([_find_stretches(score, tokens.row, MIN_STRETCH_GAIN)[0] for score, _ in scores])
     needed = max(MIN_GAIN, MIN_PART * distance.sum())
 
     # Stretches anywhere. Gains are compared per pair, since far offsets have fewer pairs.
@@ -148,24 +148,24 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     # If responses have different offsets, the first offset anywhere would also take stretches of the others.
     first, second = (by_responses, by_stretches) if has_others else (by_stretches, by_responses)
     for candidate in (first, second, by_all_tokens):
-        if candidate.is_significant and (shift := _fitting(tokens, distance, candidate)) is not None:
+        if candidate.is_significant and (shift := _fit_shift(tokens, distance, candidate)) is not None:
             return shift
     return None
 
 
-def _fitting(tokens: LogprobPairs, distance: np.ndarray, candidate: _Candidate) -> _Shift | None:
+def _fit_shift(tokens: LogprobPairs, distance: np.ndarray, candidate: _Candidate) -> _Shift | None:
     """Returns the shift by the candidate's offset if the tokens agree far better after it, else None."""
     offset, eligible = candidate.offset, candidate.eligible
     score, real = _score(tokens, distance, offset)
     score = score if eligible is None else np.where(eligible, score, -CAP)
-    chosen = real if eligible is None else _stretches(score, tokens.row, MIN_STRETCH_GAIN)[1] & real
-    partner, _ = _partner(tokens, offset)
+    chosen = real if eligible is None else _find_stretches(score, tokens.row, MIN_STRETCH_GAIN)[1] & real
+    partner, _ = _find_partners(tokens, offset)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
     if near > candidate.max_left * distance[chosen].mean() or correlation(behavior, moved) < MIN_CORRELATION:
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
-    inside = _trim(_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, offset)
+    inside = _trim(_find_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, offset)
     # Across masked tokens, the neighboring trained token is not at that offset: such pairs stay unrepaired.
     inside &= tokens.position[partner] - tokens.position == offset
     if inside.sum() < 6:
@@ -190,12 +190,12 @@ def _trim(inside: np.ndarray, row: np.ndarray, offset: int) -> np.ndarray:
 
 def _score(tokens: LogprobPairs, distance: np.ndarray, offset: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns how much closer the partner's value is than the token's own value, and where a partner exists."""
-    partner, real = _partner(tokens, offset)
+    partner, real = _find_partners(tokens, offset)
     other = np.minimum(np.abs(tokens.behavior - tokens.trainer[partner]), CAP)
     return np.where(real, distance - other, -CAP), real
 
 
-def _partner(tokens: LogprobPairs, offset: int) -> tuple[np.ndarray, np.ndarray]:
+def _find_partners(tokens: LogprobPairs, offset: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the index of the token `offset` positions later in the same response, and whether there is one."""
     index = np.arange(len(tokens)) + offset
     partner = np.clip(index, 0, len(tokens) - 1)
@@ -203,7 +203,7 @@ def _partner(tokens: LogprobPairs, offset: int) -> tuple[np.ndarray, np.ndarray]
     return partner, real
 
 
-def _stretches(score: np.ndarray, row: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
+def _find_stretches(score: np.ndarray, row: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns the gain of each response's best stretch (0 if below `least`), and the tokens in these stretches."""
     inside = np.zeros(len(score), dtype=bool)
     # A stretch cannot gain more than the sum of the positive scores: most responses are skipped.
@@ -340,7 +340,7 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
             continue
         index = starts[equal][:, None] + np.arange(length)
         values = tokens.trainer[index]
-        copied[equal] = disagrees[equal] & _repeated(tokens, index, ~disagrees[equal])
+        copied[equal] = disagrees[equal] & _find_shared_lists(tokens, index, ~disagrees[equal])
         for i in np.flatnonzero(disagrees[equal]):
             distance = np.minimum(np.abs(tokens.behavior[index[i]] - values), CAP).mean(-1)
             owner, second = (int(row) for row in np.argpartition(distance, 1)[:2])
@@ -365,7 +365,7 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
     return [CauseMatch("misaligned", evidence, rest, int(lengths[swapped].sum()), sure)]
 
 
-def _repeated(tokens: LogprobPairs, index: np.ndarray, agrees: np.ndarray) -> np.ndarray:
+def _find_shared_lists(tokens: LogprobPairs, index: np.ndarray, agrees: np.ndarray) -> np.ndarray:
     """Returns which responses (responses,) share a list of the trainer with a different response.
 
     index: their tokens (responses, T). agrees: whether the two lists of a response agree. Without ids, responses are

@@ -95,7 +95,7 @@ def find_wrong_token(tokens: LogprobPairs, _context: Context) -> list[CauseMatch
 
 def find_copied(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     """Detects equal columns, except in runs of this package, whose trainer computes its own log-probs."""
-    is_own = context.settings is not None and context.settings.is_recorded
+    is_own = context.numerics is not None and context.numerics.is_recorded
     if is_own or (tokens.behavior != tokens.trainer).any() or len(np.unique(tokens.behavior)) < 10:
         return []
     evidence = (

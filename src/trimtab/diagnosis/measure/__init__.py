@@ -3,11 +3,11 @@
   one_pass        all measurements in one pass; a sample of the tokens, which side is wrong, and anomalies
   trained_tokens  trained tokens, fixed bins and sums over groups, which all others use
   size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
-  views           by probability, position, turn, ...
+  views           by probability, position, turn, ..., and where in them the mismatch is
   placeholders    constants in place of log-probs
 
 To add a view, add an `Axis` in views and its chart in texts.toml (`views`). To let the answer name it as the place of a
-mismatch, also add its name to `hotspots.ORDERED` or to texts.toml (`bins`). To add a figure, add it to
+mismatch, also add its name to `views.ORDERED` or to texts.toml (`bins`). To add a figure, add it to
 `corrections/statistics.py`.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.diagnosis.measure.placeholders import PlaceholderSums, without_placeholders
+from trimtab.diagnosis.measure.placeholders import PlaceholderSums, remove_placeholders
 from trimtab.diagnosis.measure.size import DriftSums, SizeSums
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens, hash_index, plane
 from trimtab.diagnosis.measure.views import AXES, AxisView, TokenIdView, prompt_view
@@ -39,7 +39,7 @@ def measure(
     for whole in tables:
         if not left_out:
             constants.add(whole)
-        table = without_placeholders(whole, left_out)
+        table = remove_placeholders(whole, left_out)
         tokens = TrainedTokens.of(table, responses)
         sample.add(table, responses)
         responses += table.responses
@@ -53,7 +53,7 @@ def measure(
     if not trained:
         raise TrimtabError("no response has a trained token: check loss_mask, at least one token must be True")
     drawn = sample.result()
-    sides = rescored_sides(drawn)
+    sides = judge_sides(drawn)
     unknown = "version" if "policy_version" in summary.missing else ""  # ages of a synchronous trainer, not recorded
     views = [*(part.view() for part in parts), ids.view(drawn), prompt_view(drawn)]
     return Measured(
@@ -62,7 +62,7 @@ def measure(
             trained=trained,
             findings=(
                 *(*summary.findings, *constants.findings()),
-                *(*batch_findings(drawn), *sample_findings(drawn, trained, sides)),
+                *(*check_batch(drawn), *describe_sample(drawn, trained, sides)),
             ),
         ),
         size=sizes.size(summary.anchor),
@@ -89,7 +89,7 @@ class Sample:
 
     def __init__(self, tokens: int = SAMPLE_TOKENS, longest: int = LONGEST) -> None:
         self._limit, self._longest = tokens, longest
-        self._kept: list[TokenTable] = []
+        self._parts: list[TokenTable] = []
         self._numbers: list[np.ndarray] = []
         self._tokens = 0
         self._limit_hash = np.iinfo(np.uint64).max
@@ -98,15 +98,15 @@ class Sample:
         """Adds a table; `first`: number of responses before it. Raises `TrimtabError` for different columns."""
         numbers = hash_index(np.arange(first, first + table.responses, dtype=np.uint64))
         keep = numbers < self._limit_hash
-        if self._kept and (differing := table.columns.keys() ^ self._kept[0].columns.keys()):
+        if self._parts and (differing := table.columns.keys() ^ self._parts[0].columns.keys()):
             raise TrimtabError(
                 f"the files have different columns ({', '.join(sorted(differing))} only in some): "
                 "diagnose them one kind at a time"
             )
-        if not keep.any() and self._kept:
+        if not keep.any() and self._parts:
             return
         piece = table.select(keep, self._longest)
-        self._kept.append(piece)
+        self._parts.append(piece)
         self._numbers.append(numbers[keep])
         self._tokens += piece.tokens
         if self._tokens > self._limit + self._limit // 4:
@@ -115,17 +115,17 @@ class Sample:
     def result(self) -> TokenTable:
         """Returns the sample, in the order of the stream."""
         self._trim()
-        return self._kept[0]
+        return self._parts[0]
 
     def _trim(self) -> None:
-        merged, numbers = TokenTable.concat(self._kept), np.concatenate(self._numbers)
+        merged, numbers = TokenTable.concat(self._parts), np.concatenate(self._numbers)
         order = np.argsort(numbers)
         over = np.flatnonzero(np.cumsum(merged.lengths[order]) > self._limit)
         if len(over):
             self._limit_hash = numbers[order[over[0]]]
         keep = numbers < self._limit_hash
-        self._kept, self._numbers = [merged.select(keep, self._longest)], [numbers[keep]]
-        self._tokens = self._kept[0].tokens
+        self._parts, self._numbers = [merged.select(keep, self._longest)], [numbers[keep]]
+        self._tokens = self._parts[0].tokens
 
 
 CHANCE = -12.0  # log-probability of a response below which it does not occur twice by chance
@@ -137,19 +137,19 @@ ZERO = 0.01  # an advantage below this part of the largest one counts as 0
 MOST_ENDS, MOST_BEFORE = 0.9, 0.5  # least share of one id at the ends; largest share of one id before them
 
 
-def batch_findings(sample: TokenTable) -> Iterator[Finding]:
+def check_batch(sample: TokenTable) -> Iterator[Finding]:
     """Yields anomalies: an end token that is not trained, equal responses, advantages against rewards."""
-    yield from _end_tokens(sample)
+    yield from _find_untrained_ends(sample)
     prompt = sample.group if sample.prompt is None else sample.prompt
     if prompt is None:
         return
     step = np.zeros_like(prompt) if sample.step is None else sample.step
-    yield from _repeated(sample, np.stack([prompt, step], axis=1))
+    yield from _find_repeats(sample, np.stack([prompt, step], axis=1))
     prompt = prompt if sample.group is None else sample.group
-    yield from _advantages(sample, np.stack([prompt, step], axis=1))
+    yield from _find_wrong_advantages(sample, np.stack([prompt, step], axis=1))
 
 
-def _end_tokens(sample: TokenTable) -> Iterator[Finding]:
+def _find_untrained_ends(sample: TokenTable) -> Iterator[Finding]:
     """Yields a finding if many responses end with one untrained token, of the same id, that the sampler drew."""
     trained = np.flatnonzero(sample.mask)
     last = trained[np.diff(sample.row[trained], append=-1) != 0]
@@ -163,7 +163,7 @@ def _end_tokens(sample: TokenTable) -> Iterator[Finding]:
         yield finding("end-token", count=len(end), responses=sample.responses)
 
 
-def _repeated(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
+def _find_repeats(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
     """Yields a finding if improbable responses to one prompt in one step are equal. of: prompt, step (responses, 2)."""
     if sample.ids is None:
         return
@@ -176,7 +176,7 @@ def _repeated(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
         yield finding("repeated", count=count, responses=sample.responses)
 
 
-def _advantages(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
+def _find_wrong_advantages(sample: TokenTable, of: np.ndarray) -> Iterator[Finding]:
     """Yields findings if advantages of groups with equal rewards are not 0, or if advantages fall as rewards rise.
 
     of: (responses, 2), group and step.
@@ -209,7 +209,7 @@ ORDINARY, ORDINARY_BOTH = (k3_ranges()[name].high for name in ("dense", "small-d
 """k3 that 16-bit arithmetic makes: on any side, and at most, if both differ alike."""
 
 
-def rescored_sides(table: TokenTable) -> RescoredSides | None:
+def judge_sides(table: TokenTable) -> RescoredSides | None:
     """Returns which side is wrong; None without the column `logp_rescored` or a trained token.
 
     One side alone is wrong if its k3 exceeds `ORDINARY` (16-bit arithmetic), and is `LEAD` times the other side's with
@@ -247,7 +247,7 @@ def rescored_sides(table: TokenTable) -> RescoredSides | None:
     return RescoredSides(side, **means, is_other_model=is_other, tokens=int(known.sum()))
 
 
-def sample_findings(sample: TokenTable, trained: int, sides: RescoredSides | None) -> Iterator[Finding]:
+def describe_sample(sample: TokenTable, trained: int, sides: RescoredSides | None) -> Iterator[Finding]:
     """Yields the size and k3 of the sample if causes are inferred from less than all data, and which side is wrong."""
     inside = sample.mask & np.isfinite(sample.behavior) & np.isfinite(sample.trainer)
     if inside.sum() < 0.99 * trained:

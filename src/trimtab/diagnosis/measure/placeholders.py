@@ -118,7 +118,7 @@ class PlaceholderSums:
         result = [
             placeholder
             for (name, value, place), counts in sorted(self.counts.items())
-            if (placeholder := self._judged(name, value, place, counts)) is not None
+            if (placeholder := self._judge(name, value, place, counts)) is not None
         ]
         return (*result, *(self._padding(end) for end in ENDS if self._is_padded(end)))
 
@@ -127,13 +127,13 @@ class PlaceholderSums:
         found = []
         for name in COLUMNS:
             value, usual = self.lowest[name], self.usual.get((name, "any"), _Counts())
-            tokens = self._everywhere(name, value)[0]
+            tokens = self._count_everywhere(name, value)[0]
             is_low = IMPOSSIBLE < value < 0 and not self._is_whole(name)
             if is_low and tokens >= max(MIN_REPEATS, 10 * self.around[name, value]) and usual.tokens:
                 found.append(finding("clamped", column=name, value=f"{value:g}", tokens=f"{tokens:,}"))
         return tuple(found)
 
-    def _judged(self, name: str, value: float, place: str, counts: _Counts) -> Placeholder | None:
+    def _judge(self, name: str, value: float, place: str, counts: _Counts) -> Placeholder | None:
         found = Placeholder(name, value, place, counts.tokens, counts.responses)
         if value > MAX_ROUNDED_LOGP:
             return found
@@ -141,7 +141,7 @@ class PlaceholderSums:
             return None
         share = counts.apart / counts.tokens
         if value != 0:
-            tokens, apart = self._everywhere(name, value)
+            tokens, apart = self._count_everywhere(name, value)
             if tokens < 2 * self.around[name, value]:
                 return None
             if value < MIN_BEHAVIOR or (name == "behavior" and value <= IMPOSSIBLE):
@@ -167,7 +167,7 @@ class PlaceholderSums:
         values = {value for column, value, _ in self.counts if column == name and value > IMPOSSIBLE}
         return len(values) >= WHOLE_VALUES and self.usual[name, "any"].tokens < 0.2 * self.tokens
 
-    def _everywhere(self, name: str, value: float) -> tuple[int, int]:
+    def _count_everywhere(self, name: str, value: float) -> tuple[int, int]:
         """Returns the number of tokens with a value at any place, and of those on which the other side is far away."""
         total = [self.counts[name, value, place] for place in PLACES if (name, value, place) in self.counts]
         return sum(counts.tokens for counts in total), sum(counts.apart for counts in total)
@@ -187,7 +187,7 @@ class PlaceholderSums:
 
     def _is_only_last(self, name: str, place: str, counts: _Counts) -> bool:
         """Whether 0.0 is frequent at last tokens, with the other side far away, and rare elsewhere."""
-        elsewhere = (self._everywhere(name, 0.0)[0] - counts.tokens + 1) / self.tokens
+        elsewhere = (self._count_everywhere(name, 0.0)[0] - counts.tokens + 1) / self.tokens
         frequent = counts.tokens / self.responses > MIN_LAST_RATE * elsewhere
         return place == "last" and frequent and counts.apart >= 0.5 * counts.tokens
 
@@ -236,7 +236,7 @@ def placeholder_tokens(table: TokenTable, placeholders: tuple[Placeholder, ...])
     return result
 
 
-def without_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...]) -> TokenTable:
+def remove_placeholders(table: TokenTable, placeholders: tuple[Placeholder, ...]) -> TokenTable:
     """Returns the table without placeholders: stretches inside a response become untrained, others are removed.
 
     In a file without a mask, tool output is such a stretch; untrained, it separates turns.

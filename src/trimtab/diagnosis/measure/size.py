@@ -35,7 +35,6 @@ from trimtab.runs.metric_catalog import k3_range
 _BIAS = 127
 _DECIMALS = 6  # largest number of decimals that is coarser than float32
 _MIN_VALUES = 20  # fewest nonzero values on a coarse grid for it to be detected
-_FIRST_PART = 4096  # values tested first, which rule out most grids
 
 
 class RoundingDetector:
@@ -48,15 +47,14 @@ class RoundingDetector:
 
     def add(self, values: np.ndarray) -> None:
         """Adds finite values, float32 (tokens,)."""
-        for part in (values[:_FIRST_PART], values[_FIRST_PART:]):
-            bits = part.view(np.int32)
-            self._bfloat16 = self._bfloat16 and not (bits & 0xFFFF).any()
-            with np.errstate(over="ignore"):
-                self._float16 = self._float16 and bool((part.astype(np.float16).astype(np.float32) == part).all())
-            exact = part.astype(np.float64)
-            while self._decimals <= _DECIMALS and (exact.round(self._decimals).astype(np.float32) != part).any():
-                self._decimals += 1
-        self._exponents += np.bincount((values.view(np.int32) >> 23) & 0xFF, minlength=256)
+        bits = values.view(np.int32)
+        self._bfloat16 = self._bfloat16 and not (bits & 0xFFFF).any()
+        with np.errstate(over="ignore"):
+            self._float16 = self._float16 and bool((values.astype(np.float16).astype(np.float32) == values).all())
+        exact = values.astype(np.float64)
+        while self._decimals <= _DECIMALS and (exact.round(self._decimals).astype(np.float32) != values).any():
+            self._decimals += 1
+        self._exponents += np.bincount((bits >> 23) & 0xFF, minlength=256)
 
     @property
     def grid(self) -> str:
@@ -144,7 +142,7 @@ class SizeSums:
             intervals=_intervals(clusters, figures),
             floor=value,
             floor_note=note,
-            verdict=verdict(figures["k3"], value, any(column.grid != "float32" for column in self._columns)),
+            verdict=judge_k3(figures["k3"], value, any(column.grid != "float32" for column in self._columns)),
             by_step=tuple(self.by_step()),
         )
 
@@ -165,7 +163,7 @@ _FIGURES = ("tokens", "sequences", "k1", "k3", "ess_token", "ess_seq", "ratio_me
 _TAILS = tuple(f"ratio_q{round(100 * level):02d}" for level in QUANTILES)
 
 
-def verdict(k3: float, floor: float, coarse: bool) -> str:
+def judge_k3(k3: float, floor: float, coarse: bool) -> str:
     """Returns `rounding`, or the name of the range of k3 (`exact`, `dense`, `small-dense`, `moe`, `beyond`).
 
     Up to twice the floor counts as rounding, since the floor assumes independent errors of both columns.
@@ -188,10 +186,10 @@ def _intervals(clusters: np.ndarray, figures: Mapping[str, float]) -> dict[str, 
 
     with np.errstate(over="ignore", invalid="ignore"):  # ratios of broken data; such an interval is not finite
         intervals = cluster_intervals(clusters, statistics, seed=0)
-    return {name: _unscaled(name, figures[name], intervals[name]) for name in names}
+    return {name: _transform_back(name, figures[name], intervals[name]) for name in names}
 
 
-def _unscaled(name: str, value: float, scaled: Interval) -> Interval:
+def _transform_back(name: str, value: float, scaled: Interval) -> Interval:
     """Transforms an interval back. A statistic at the end of its range (k3 = 0) is infinite on its scale."""
     if np.isinf(scaled.value):
         return Interval(value, value, value)
@@ -267,10 +265,10 @@ class DriftSums:
             return DriftSplit(
                 False, f"{share} lies at behavior probabilities with fewer than {_FEWEST_FRESH} tokens of age 0"
             )
-        starts = _starts(count[0])
+        starts = _merge_bins(count[0])
         merged = np.add.reduceat(self._sums, starts, axis=-1)
         clusters = merged[:, merged[0].sum(axis=(1, 2)) > 0]
-        value = _parts(clusters.sum(axis=1)[:, None])[:, 0]
+        value = _split_k3(clusters.sum(axis=1)[:, None])[:, 0]
         share = count[0].sum() / count.sum()
         why = (
             f"{share:.1%} of the tokens are of age 0; their k3 in {len(starts)} bins of behavior probability stands "
@@ -281,7 +279,7 @@ class DriftSums:
         return DriftSplit(True, why, float(value[0]), float(value[1]), _split_intervals(clusters, value))
 
 
-def _starts(fresh: np.ndarray) -> np.ndarray:
+def _merge_bins(fresh: np.ndarray) -> np.ndarray:
     """Returns the first bin of each group of bins with `_FEWEST_FRESH` tokens of age 0, from likely tokens down."""
     starts, have = [], 0.0
     for bin_ in range(len(fresh))[::-1]:
@@ -293,7 +291,7 @@ def _starts(fresh: np.ndarray) -> np.ndarray:
     return np.array(starts[::-1])
 
 
-def _parts(sums: np.ndarray) -> np.ndarray:
+def _split_k3(sums: np.ndarray) -> np.ndarray:
     """Returns mismatch and staleness (2, any) from sums (2, any, 2, bins)."""
     whole, fresh = sums.sum(axis=2), sums[:, :, 0]
     tokens = whole[0].sum(axis=-1)
@@ -311,7 +309,7 @@ def _split_intervals(clusters: np.ndarray, value: np.ndarray) -> dict[str, Inter
     if count < FEWEST_CLUSTERS:
         return {}
     draws = resampled(count, seed=0) @ np.moveaxis(clusters, 1, 0).reshape(count, -1)
-    drawn = _parts(np.moveaxis(draws.reshape(-1, fields, *clusters.shape[2:]), 0, 1))
+    drawn = _split_k3(np.moveaxis(draws.reshape(-1, fields, *clusters.shape[2:]), 0, 1))
     # A resample without a token of age 0 in some bin is NaN and skipped.
     low, high = np.nanquantile(drawn, (0.025, 0.975), axis=1)
     return dict(zip(_NAMES, map(Interval, value.tolist(), low.tolist(), high.tolist()), strict=True))

@@ -1,13 +1,14 @@
-"""The views: ways to group trained tokens, each with the statistic of its groups (`Groups`).
+"""The views: ways to group trained tokens, each with the statistic of its groups (`Groups`), and the hotspots in them.
 
 Most views are an `Axis`, whose groups are known in advance. The views by token id and by prompt show the groups with
-most of the k3.
+most of the k3. A hotspot is a part of the data whose share of the k3 exceeds its share of the tokens.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +22,9 @@ from trimtab.diagnosis.measure.trained_tokens import (
     explained,
     probability_bin,
 )
-from trimtab.diagnosis.records import View
+from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
 from trimtab.diagnosis.tokens import TokenTable
+from trimtab.text import short_exponent
 
 MOST_SHOWN = 20  # largest number of token ids and of prompts in a view
 DECILES = 10
@@ -68,14 +70,14 @@ class AxisView:
         return self._groups.view(axis.name, labels, rows, edges=axis.edges, note=axis.note)
 
 
-def ranges(starts: Sequence[int]) -> list[str]:
+def label_ranges(starts: Sequence[int]) -> list[str]:
     """Returns labels of bins of whole numbers from the first number of each: `0`, `1-3`, ..., `128 and more`."""
     firsts, lasts = starts[:-1], [start - 1 for start in starts[1:]]
     bounded = [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
     return [*bounded, f"{starts[-1]} and more"]
 
 
-def _probabilities() -> list[str]:
+def _label_probabilities() -> list[str]:
     ends = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
     return [f"below {ends[1]}", *(f"{low} - {high}" for low, high in itertools.pairwise(ends[1:]))]
 
@@ -109,13 +111,13 @@ def _entropy(tokens: TrainedTokens) -> np.ndarray | None:
     return np.clip(bins, 0, len(_ENTROPIES) - 2)
 
 
-FIRST_AGES = dict(zip(("newer than the trainer", *ranges(_AGES)), (-1, *_AGES), strict=True))
+FIRST_AGES = dict(zip(("newer than the trainer", *label_ranges(_AGES)), (-1, *_AGES), strict=True))
 """Smallest age of each bin by its label."""
 AXES = (
     Axis(
         "probability",
         lambda tokens: probability_bin(tokens.behavior),
-        _probabilities(),
+        _label_probabilities(),
         PROBABILITY_EDGES,
         is_whole=True,
     ),
@@ -138,13 +140,13 @@ AXES = (
     Axis(
         "turn-number",
         lambda tokens: np.minimum(tokens.at_tokens(tokens.table.turn_number), _TURNS - 1),
-        ranges(range(1, _TURNS + 1)),
+        label_ranges(range(1, _TURNS + 1)),
         present=lambda count: (count > 0).sum() > 1,
     ),
     Axis(
         "observation",
         _since_observation,
-        [*ranges(_SINCE), "no observation yet"],
+        [*label_ranges(_SINCE), "no observation yet"],
         present=lambda count: bool(count[0]),
         note="0 is the first token that follows an observation",
     ),
@@ -152,7 +154,7 @@ AXES = (
     Axis(
         "length",
         lambda tokens: (np.searchsorted(_LENGTHS, tokens.lengths, side="right") - 1)[tokens.rows],
-        ranges(_LENGTHS.tolist()),
+        label_ranges(_LENGTHS.tolist()),
     ),
     Axis(
         "entropy",
@@ -184,7 +186,7 @@ class TokenIdView:
     def view(self, sample: TokenTable) -> View | None:
         if not len(self._groups.sums) or sample.ids is None:
             return None
-        top, share = _with_most_k3(self._groups)
+        top, share = _rank_by_k3(self._groups)
         labels = ["other" if number == self._LARGEST else str(number) for number in top]
         columns = {"id": np.where(top == self._LARGEST, -1, top), "share": share}
         log = (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
@@ -210,7 +212,7 @@ def prompt_view(sample: TokenTable) -> View | None:
     prompt = of_response[tokens.rows]
     groups = Groups(int(prompt.max()) + 1, bins=0)
     groups.add(prompt, tokens)
-    top, share = _with_most_k3(groups)
+    top, share = _rank_by_k3(groups)
     columns = {"number": top, "responses": np.bincount(of_response)[top], "share": share}
     size = np.log(tokens.over(tokens.size) / tokens.lengths + 1e-9)
     part = max(explained(size, of_response, least=2), 0.0)
@@ -219,7 +221,7 @@ def prompt_view(sample: TokenTable) -> View | None:
     return groups.view("prompt", [str(one) for one in top], top, columns=columns, envelope=envelope, note=note)
 
 
-def _with_most_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
+def _rank_by_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     """Returns the groups with the largest sums of k3, largest first, ties by number, and their shares of all k3."""
     used, k3 = np.flatnonzero(groups.count), groups.sums[:, 3]
     top = used[np.argsort(-k3[used], kind="stable")[:MOST_SHOWN]]
@@ -230,3 +232,79 @@ def _envelope(group: np.ndarray, log: np.ndarray, top: np.ndarray, fewest: int) 
     """Returns the percentiles of the log-ratios of each group of `top`; NaN with less than `fewest` tokens."""
     logs = [log[group == one] for one in top]
     return np.array([np.quantile(of, ENVELOPE) if len(of) >= fewest else np.full(3, np.nan) for of in logs])
+
+
+ORDERED = ("probability", "entropy", "position", "version")
+"""Views with ordered bins: a hotspot is all bins up to one, or from one on."""
+SINGLE = read_table("texts.toml")["bins"]
+"""What the label of a bin counts, for views of which a hotspot is a single bin."""
+GAP, LIFT, SHARE, FEWEST_SHARE = 0.15, 2.0, 0.1, 0.002
+"""A hotspot of an ordered view has at least 15 percentage points more of the k3 than of the tokens. One of a single bin
+has at least a tenth of all k3, twice its share of tokens, and 0.2% of the tokens."""
+
+
+@dataclass(frozen=True)
+class Hotspot:
+    """A group of tokens with more k3 than its share of tokens; both shares in [0, 1]."""
+
+    what: str
+    tokens: float
+    k3: float
+
+
+def find_hotspots(measured: Measured, texts: Mapping[int, str]) -> list[Hotspot]:
+    """Returns at most one hotspot per view, by descending excess of k3.
+
+    Entropy is left out if the behavior probability has a hotspot, since the two are closely related. `texts`: texts of
+    token ids, if known.
+    """
+    if not measured.size.mismatch.get("k3", math.nan) > 0:
+        return []
+    result = {}
+    for name in (*ORDERED, *SINGLE):
+        if (view := measured.views.get(name)) is None:
+            continue
+        tokens, k3 = shares(view, measured.size)
+        found = _find_stretch(view, tokens, k3) if name in ORDERED else _find_bin(view, tokens, k3, texts)
+        if found is not None:
+            what, bins = found
+            result[name] = Hotspot(what, float(tokens[bins].sum()), float(k3[bins].sum()))
+    if "probability" in result:
+        result.pop("entropy", None)
+    return sorted(result.values(), key=lambda hotspot: hotspot.tokens - hotspot.k3)
+
+
+def shares(view: View, size: MismatchSize) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each bin's share of all trained tokens and of all k3, both (bins,). Bins may overlap or omit tokens."""
+    tokens, k3 = size.mismatch["tokens"], size.mismatch["k3"]
+    mass = np.nan_to_num(view.k3 * view.count, nan=0.0, posinf=0.0)
+    return view.count / max(tokens, 1.0), mass / (k3 * tokens) if k3 * tokens > 0 else np.zeros(len(mass))
+
+
+def _find_stretch(view: View, tokens: np.ndarray, k3: np.ndarray) -> tuple[str, slice] | None:
+    """Returns the first or last bins of an ordered view with the largest excess of k3, or None."""
+    gap = np.cumsum(k3 - tokens)[:-1]
+    if not len(gap) or np.abs(gap).max() < GAP:
+        return None
+    cut = int(np.abs(gap).argmax()) + 1
+    first = bool(gap[cut - 1] > 0)
+    bins = slice(0, cut) if first else slice(cut, None)
+    if view.name == "version":
+        label = view.labels[cut - 1] if first else FIRST_AGES[view.labels[cut]]
+        return f"age {label}{' or more' if not first else ' or less' if cut > 1 else ''}", bins
+    if view.name == "position" and view.edges is not None:
+        share = 100 * float(view.edges[cut])
+        return f"the {f'first {share:.0f}' if first else f'last {100 - share:.0f}'}% of the response", bins
+    name = {"probability": "sampler probability"}.get(view.name, view.name)
+    edge = f"{view.edges[cut]:.2g}" if view.edges is not None else view.labels[cut]
+    return f"{name} {'below' if first else 'above'} {short_exponent(edge)}", bins
+
+
+def _find_bin(view: View, tokens: np.ndarray, k3: np.ndarray, texts: Mapping[int, str]) -> tuple[str, slice] | None:
+    candidates = (tokens >= FEWEST_SHARE) & (k3 >= SHARE) & (k3 >= LIFT * tokens)
+    if not candidates.any():
+        return None
+    best = int(np.argmax(np.where(candidates, k3 - tokens, -np.inf)))
+    text = texts.get(int(view.columns["id"][best])) if "id" in view.columns else None
+    what = f"{SINGLE[view.name]} {view.labels[best]}"
+    return f"{what} ({text})" if text else what, slice(best, best + 1)

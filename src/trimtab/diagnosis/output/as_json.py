@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.diagnosis.against import Comparison, beyond_chance, verdict_lines
 from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.known_faults import matches
+from trimtab.diagnosis.known_faults import find_matches
 from trimtab.text import json_value
 
 
@@ -23,7 +23,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "outside": diagnosis.answer.outside,
         "noise_floor": {"k3": size.floor, "note": size.floor_note},
         "causes": [
-            asdict(cause) | {"page": cause.page, "known": [asdict(fault) for fault in matches(cause.name, origin)]}
+            asdict(cause) | {"page": cause.page, "known": [asdict(fault) for fault in find_matches(cause.name, origin)]}
             for cause in diagnosis.causes
         ],
         "findings": [asdict(finding) for finding in diagnosis.answer.findings],
@@ -34,7 +34,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "views": {name: _without(asdict(view), "name") for name, view in measured.views.items()},
         "token_texts": dict(diagnosis.texts),
         "by_step": [dict(row) for row in size.by_step],
-        "origin": {"rows": origin.responses, **_without(asdict(origin), "responses", "findings", "settings")},
+        "origin": {"rows": origin.responses, **_without(asdict(origin), "responses", "findings", "numerics")},
     }
     return json_value(result)
 

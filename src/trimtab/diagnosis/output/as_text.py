@@ -12,8 +12,7 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Answer, Diagnosis
-from trimtab.diagnosis.figures import FIGURES
+from trimtab.diagnosis.answer import FIGURES, Answer, Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.text import code_span, format_number, format_percent, markdown_text, one_line
 
@@ -27,11 +26,11 @@ def terminal_text(
     diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None, comparison: Comparison | None = None
 ) -> str:
     """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
-    lines = rows(diagnosis) if comparison is None else against.rows(comparison)
-    return folded([*lines, *([] if page is None else [("page", str(page))])], width)
+    lines = terminal_rows(diagnosis) if comparison is None else against.terminal_rows(comparison)
+    return fold([*lines, *([] if page is None else [("page", str(page))])], width)
 
 
-def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
+def fold(lines: Sequence[tuple[str, str]], width: int | None) -> str:
     """Returns labeled lines as text."""
     label_width = max(LABEL, *(len(label) + 2 for label, _ in lines))
     result = []
@@ -46,7 +45,7 @@ def folded(lines: Sequence[tuple[str, str]], width: int | None) -> str:
     return "\n".join(result)
 
 
-def rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+def terminal_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Returns the label and text of each line; a line with an empty label continues the line above."""
     origin, answer = diagnosis.measured.origin, diagnosis.answer
     causes = [
@@ -112,7 +111,7 @@ def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command
         items += [("where", answer.where), *_data(diagnosis)]
     else:
         lines = against.verdict_lines(comparison)
-        table = [against.HEADS, *against.figures(comparison)]
+        table = [against.HEADS, *against.figure_rows(comparison)]
         items = [("paired", against.paired_text(comparison))]
         for name, file, side in comparison.sides:
             items += [(name, file)] if file else []
@@ -137,17 +136,14 @@ def _data(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("read", f"{diagnosis.answer.read}; trainer's log-probs of the {origin.anchor} policy"),
         *(("remark", finding.text) for finding in origin.findings),
         ("sampling in the files", _sampling(measured.sample)),
-        ("run's recipe beside the files", str(origin.settings or "none")),
+        ("run's recipe beside the files", str(origin.numerics or "none")),
     ]
 
 
 def _sampling(sample: TokenTable) -> str:
     """Returns the sampler's settings, each with the values that occur in the sample of the data."""
-    columns = {"temperature": sample.temperature, "top_p": sample.top_p, "top_k": sample.top_k}
-    known = {name: np.unique(values[np.isfinite(values)]) for name, values in columns.items() if values is not None}
-    parts = [
-        f"{name} {' or '.join(f'{value:g}' for value in found[:4])}" for name, found in known.items() if len(found)
-    ]
+    known = {name: np.unique(values)[:4] for name, values in sample.sampling.items()}
+    parts = [f"{name} {' or '.join(f'{value:g}' for value in values)}" for name, values in known.items()]
     if sample.raw is not None:
         parts.append("log-probs before temperature and truncation" if sample.raw.any() else "processed log-probs")
     return ", ".join(parts) or "not in the files"

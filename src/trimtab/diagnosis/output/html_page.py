@@ -11,9 +11,8 @@ import numpy as np
 
 from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
-from trimtab.diagnosis.answer import Diagnosis
-from trimtab.diagnosis.figures import FIGURES, overrides_text
-from trimtab.diagnosis.hotspots import shares
+from trimtab.diagnosis.answer import FIGURES, Diagnosis, overrides_text
+from trimtab.diagnosis.measure.views import shares
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.records import Cause, read_table
@@ -34,8 +33,7 @@ def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: 
 
     command: the command line that the page shows.
     """
-    text = page(diagnosis, command, comparison)
-    return write_output(path, text.encode())
+    return write_output(path, page(diagnosis, command, comparison).encode())
 
 
 def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None = None) -> str:
@@ -225,7 +223,7 @@ def _read(diagnosis: Diagnosis) -> Section:
 def _against(comparison: Comparison) -> list[Part]:
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
     note = f"{names}Intervals: {against.paired_text(comparison)}."
-    figures = against.figures(comparison)[:-1]  # the first cause of each is in the verdict
+    figures = against.figure_rows(comparison)[:-1]  # the first cause of each is in the verdict
     return [
         Verdict(
             {None: "plain", True: "warn", False: "good"}[comparison.differs],

@@ -10,9 +10,9 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from trimtab.diagnosis.figures import Figure, range_text
-from trimtab.diagnosis.hotspots import FEWEST_SHARE, shares
+from trimtab.diagnosis.answer import Figure, range_text
 from trimtab.diagnosis.measure.trained_tokens import FEWEST_IN_GROUP
+from trimtab.diagnosis.measure.views import FEWEST_SHARE, shares
 from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
 from trimtab.pages.charts import (
     BLUE,

@@ -35,25 +35,25 @@ def as_list(cell: Any) -> Any:
     servers, `[logprob, id, text]` of SGLang, or `{id: {"logprob"}}` of vLLM; a list of records may be inside a server's
     response. The lists of a conversation (a list of messages and choices) are joined.
     """
-    value = _records(_parse(cell.strip()) if isinstance(cell, str) else cell)
+    value = _find_records(_parse(cell.strip()) if isinstance(cell, str) else cell)
     if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict | list):
         value = [_logprob(item) for item in value]
     return value if isinstance(value, list) else cell
 
 
-def _records(value: Any) -> Any:
+def _find_records(value: Any) -> Any:
     """Returns the list in a server's response, or the lists of a conversation joined; other values unchanged."""
-    value = _list_inside(value)
+    value = _find_list(value)
     if not isinstance(value, list) or not isinstance(next(iter(value), None), dict):
         return value
     scored = [item for item in value if isinstance(item, dict) and item.get("logprobs")]
     if not scored or any(item.get("index") for item in scored):  # several choices do not tell which was trained on
         return value
-    parts = [_list_inside(item["logprobs"]) for item in scored]
+    parts = [_find_list(item["logprobs"]) for item in scored]
     return [record for part in parts for record in part] if all(isinstance(part, list) for part in parts) else value
 
 
-def _list_inside(value: Any) -> Any:
+def _find_list(value: Any) -> Any:
     while isinstance(value, dict):
         inner = next((value[name] for name in _IN_A_RESPONSE if isinstance(value.get(name), list | dict)), None)
         if inner is None:
@@ -62,7 +62,7 @@ def _list_inside(value: Any) -> Any:
     return value
 
 
-def number_list(text: str) -> list[Any] | None:
+def parse_numbers(text: str) -> list[Any] | None:
     """Returns numbers, booleans and nulls as written by JSON, Python or numpy; None for other text."""
     if match := _ARRAY.fullmatch(text):
         text = match[1]
@@ -71,30 +71,30 @@ def number_list(text: str) -> list[Any] | None:
     inner = _SCALAR.sub(r"\1", text[1:-1]).strip()
     parts = inner.split("," if "," in inner else None)
     try:
-        return [_WORDS[word] if (word := part.strip().lower()) in _WORDS else _parsed_number(word) for part in parts]
+        return [_WORDS[word] if (word := part.strip().lower()) in _WORDS else _parse_number(word) for part in parts]
     except ValueError:
         return None
 
 
-def _parsed_number(text: str) -> int | float:
+def _parse_number(text: str) -> int | float:
     """Parses a number; token ids stay integers."""
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else float(text)
 
 
-def csv_cell(text: str) -> Any:
+def parse_csv_cell(text: str) -> Any:
     """Parses a cell: a list of numbers, an object, a number, None if it is empty, or text."""
     text = text.strip()
-    if (numbers := number_list(text)) is not None:
+    if (numbers := parse_numbers(text)) is not None:
         return numbers
     if (word := text.lower()) in _WORDS:
         return _WORDS[word]
     try:
-        return json.loads(text) if text.startswith("{") else _parsed_number(text) if text else None
+        return json.loads(text) if text.startswith("{") else _parse_number(text) if text else None
     except (ValueError, RecursionError):
         return text
 
 
-def value_of(row: Mapping[str, Any], name: str) -> Any:
+def read_cell(row: Mapping[str, Any], name: str) -> Any:
     """Returns a cell. `column.field` is a field of an object, or the list of this field over a list of objects."""
     column, _, field = name.partition(".")
     value = None if name in row else row.get(column)
@@ -117,7 +117,7 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 
-def array_of(cell: Any) -> np.ndarray | None:
+def to_array(cell: Any) -> np.ndarray | None:
     """Returns the numbers of a list or array: text is parsed, None becomes NaN. Returns None for any other cell.
 
     A list with text that is not a finite number, such as "NaN", also gives None, so that it is reported.
@@ -142,14 +142,14 @@ def array_of(cell: Any) -> np.ndarray | None:
 def shown(cell: Any) -> str:
     """Returns a cell in short, for a message; for numbers written as text, the first item that is not a number."""
     if isinstance(cell, list) and any(isinstance(item, str) for item in cell):
-        wrong = (place for place, item in enumerate(cell) if array_of([item]) is None)
+        wrong = (place for place, item in enumerate(cell) if to_array([item]) is None)
         if (place := next(wrong, None)) is not None:
             return f"{_SHOWN.repr(cell[place])} at place {place + 1} of {len(cell)}"
     return _SHOWN.repr(cell)
 
 
 def _parse(text: str) -> Any:
-    if (numbers := number_list(text)) is not None:
+    if (numbers := parse_numbers(text)) is not None:
         return numbers
     if not text.startswith(("[", "{")):
         return text
@@ -205,27 +205,27 @@ def to_batch(columns: Mapping[str, Column], numbers: Sequence[int]) -> Batch:
     keys: dict[str, np.ndarray] = {}
     faults: dict[str, Mapping[int, str]] = {}
     for role, column in columns.items():
-        cells = column if role in _LISTS and _is_number_list(column) else _cells(role, column)
+        cells = column if role in _LISTS and _is_number_list(column) else _to_cells(role, column)
         if role in ("group", "prompt"):
-            keys[role] = np.array([_key(cell) for cell in cells], dtype=object)
+            keys[role] = np.array([_hash_key(cell) for cell in cells], dtype=object)
         elif role == "prompt_ids":
             keys[role] = np.empty(len(cells), dtype=object)
-            keys[role][:] = [_ids(as_list(cell)) for cell in cells]
+            keys[role][:] = [_to_ids(as_list(cell)) for cell in cells]
         elif role == "sampling":
             fields = [cell if isinstance(cell, dict) else {} for cell in cells]
-            scalars |= {name: _scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
+            scalars |= {name: _to_scalars(name, [row.get(name) for row in fields]) for name in SAMPLING}
         elif role in _ALWAYS_LISTS or (
             role in _LISTS
             and (isinstance(cells, pa.Array) or any(isinstance(cell, list | np.ndarray) for cell in cells))
         ):
-            array = cells if isinstance(cells, pa.Array) else _lists(cells)
+            array = cells if isinstance(cells, pa.Array) else _to_lists(cells)
             if role == "prompt_length":  # the prompt's tokens
                 scalars[role] = list_lengths(array).to_numpy(zero_copy_only=False).astype(np.float64)
             else:
                 lists[role] = array
-                faults |= _faults(role, array, cells)
+                faults |= _find_faults(role, array, cells)
         else:
-            scalars[role] = _scalars(role, cells)
+            scalars[role] = _to_scalars(role, cells)
     return Batch(numbers, lists, scalars, keys, faults)
 
 
@@ -252,14 +252,14 @@ def _is_number_list(column: Column) -> bool:
     return pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 
-def _cells(role: str, column: Column) -> Sequence[Any]:
+def _to_cells(role: str, column: Column) -> Sequence[Any]:
     """Returns the cell of each row, as a list of numbers if possible."""
     cells = column.to_pylist() if isinstance(column, pa.Array) else column
     return [as_list(cell) for cell in cells] if role in _LISTS else cells
 
 
-def _lists(cells: Sequence[Any]) -> pa.ListArray:
-    arrays = [array_of(cell) for cell in cells]
+def _to_lists(cells: Sequence[Any]) -> pa.ListArray:
+    arrays = [to_array(cell) for cell in cells]
     present = [array for array in arrays if array is not None]
     ends = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)])
     values = pa.array(np.concatenate(present) if present else np.empty(0))
@@ -267,7 +267,7 @@ def _lists(cells: Sequence[Any]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values, mask=missing)
 
 
-def _faults(role: str, lists: pa.Array, column: Column) -> dict[str, dict[int, str]]:
+def _find_faults(role: str, lists: pa.Array, column: Column) -> dict[str, dict[int, str]]:
     absent, wrong, single = f"no {role}", f"{role} {NO_LIST}", f"{role} is {ONE_NUMBER}"
     found: dict[str, dict[int, str]] = {absent: {}, wrong: {}, single: {}}
     for row in np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False)).tolist():
@@ -279,25 +279,25 @@ def _faults(role: str, lists: pa.Array, column: Column) -> dict[str, dict[int, s
     return {reason: rows for reason, rows in found.items() if rows}
 
 
-def _scalars(role: str, cells: Sequence[Any]) -> np.ndarray:
+def _to_scalars(role: str, cells: Sequence[Any]) -> np.ndarray:
     is_raw = role == "logprobs"
-    return np.array([str(cell) == "raw" if is_raw else _number(cell) for cell in cells], dtype=np.float64)
+    return np.array([str(cell) == "raw" if is_raw else _to_number(cell) for cell in cells], dtype=np.float64)
 
 
-def _key(cell: Any) -> int | None:
+def _hash_key(cell: Any) -> int | None:
     """Returns a hash, since prompts are long and only their equality matters; None if unknown."""
     if isinstance(cell, np.ndarray):
         return hash(cell.tobytes())
     return None if cell is None or cell != cell else hash(str(cell))
 
 
-def _ids(cell: Any) -> np.ndarray | None:
+def _to_ids(cell: Any) -> np.ndarray | None:
     """Returns the token ids (tokens,) of a list, or None for anything else."""
-    values = array_of(cell)
+    values = to_array(cell)
     return None if values is None or not np.isfinite(values).all() else values.astype(np.int64)
 
 
-def _number(cell: Any) -> float:
+def _to_number(cell: Any) -> float:
     try:
         return float(cell) if isinstance(cell, int | float | Decimal) else float("nan")
     except OverflowError:  # an integer of more than 308 digits

@@ -100,8 +100,8 @@ def _resolve_names(scanned: Mapping[Path, frozenset[str]], framework: str | None
     layout = known or LAYOUTS["trimtab"]
     if not given.keys().isdisjoint(VERSIONS):
         layout = replace(layout, synchronous="")
-    columns, findings = _columns(filled, layout, given)
-    anchor = _anchor(filled, layout, columns)
+    columns, findings = _assign_columns(filled, layout, given)
+    anchor = _find_anchor(filled, layout, columns)
     if layout.padded and not {"loss_mask", "padding_mask"} & columns.keys() and "loss_mask" not in given:
         raise _missing_column(filled, "loss_mask", layout, "which tells tokens from padding")
     absent = set(ROLES) - columns.keys() - given.keys()
@@ -135,7 +135,7 @@ def _detect_layout(filled: Mapping[Path, frozenset[str]]) -> Layout | None:
     return LAYOUTS[next(iter(frameworks))] if frameworks else None
 
 
-def _columns(
+def _assign_columns(
     filled: Mapping[Path, frozenset[str]], layout: Layout, given: Mapping[str, str]
 ) -> tuple[dict[str, str], list[Finding]]:
     """Returns column names by role that every file has, and a finding for each that only some files have."""
@@ -160,7 +160,7 @@ def _columns(
     return columns, list(dict.fromkeys(findings))  # a column may serve two roles
 
 
-def _anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapping[str, str]) -> str:
+def _find_anchor(filled: Mapping[Path, frozenset[str]], layout: Layout, columns: Mapping[str, str]) -> str:
     if "logp_behavior" not in columns:
         for path, names in filled.items():
             if any(map(_METRIC.fullmatch, names)) and not names & _IDS:
@@ -184,8 +184,8 @@ def _missing_column(
     path, names = next(
         ((path, names) for path, names in filled.items() if not names & set(known)), next(iter(filled.items()))
     )
-    spelled = {_letters(name) for one in LAYOUTS.values() for name in one.columns.get(role, ())}
-    likely = next((name for name in sorted(names - taken) if _letters(name) in spelled), known[0])
+    spelled = {_reduce_name(name) for one in LAYOUTS.values() for name in one.columns.get(role, ())}
+    likely = next((name for name in sorted(names - taken) if _reduce_name(name) in spelled), known[0])
     called = "" if known[0] == role else f" ({layout.framework} calls it {known[0]})"
     return TrimtabError(
         f"{path} has no {role}, {use}{called}; {_list_columns(names, [likely], taken)}. Name it with --columns "
@@ -193,7 +193,7 @@ def _missing_column(
     )
 
 
-def _letters(name: str) -> str:
+def _reduce_name(name: str) -> str:
     """Returns the letters and digits of a name in lower case: the same for rolloutLogProbs and rollout_log_probs."""
     return re.sub(r"\W|_", "", name).lower()
 

@@ -19,13 +19,13 @@ from trimtab.diagnosis.reading.normalize import normalize
 from trimtab.diagnosis.reading.row_files import (
     PACKED,
     RowFile,
-    csv_rows,
-    json_array,
-    json_lines,
-    packed_rows,
-    slices_of,
+    find_slices,
+    read_csv,
+    read_json_array,
+    read_json_lines,
+    read_packed,
 )
-from trimtab.diagnosis.reading.run_files import made_with, settings_of
+from trimtab.diagnosis.reading.run_files import read_facts
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses, finding, read_table
 from trimtab.diagnosis.tokens import MAX_ROUNDED_LOGP, TokenTable
@@ -53,12 +53,12 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """
     if not paths:
         raise TrimtabError("no file given: name trajectory files, or the directory of a run")
-    files = [file for path in paths for file in ([path] if not path.is_dir() else _of_folder(path))]
+    files = [file for path in paths for file in ([path] if not path.is_dir() else _find_in_folder(path))]
     # A file named twice, in whatever spelling, is read once.
     return list({os.path.realpath(file): file for file in reversed(files)}.values())[::-1]
 
 
-def _of_folder(folder: Path) -> list[Path]:
+def _find_in_folder(folder: Path) -> list[Path]:
     known = [folder / name for name in _FOLDERS if (folder / name).is_dir()]
     if not known and (folder / METRICS).is_file() and (folder / CONFIG).is_file():
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
@@ -96,7 +96,7 @@ def open_table(path: Path) -> Table | None:
     if not head.strip(b" \t\r\n" + _BOM):
         return None
     if PACKED.search(path.name):
-        return RowFile(slices_of(path)[0], packed_rows)
+        return RowFile(find_slices(path)[0], read_packed)
     if packed:
         if head.startswith((b"PAR1", b"PK\x03\x04")):
             raise TrimtabError(f"{path} is compressed: unpack it first")
@@ -123,11 +123,11 @@ def _text_table(path: Path, head: bytes, suffix: str, *, packed: bool) -> Table:
         raise TrimtabError(f"{path} is a pickle, which is not opened: save its tensors with torch.save instead")
     start = head.removeprefix(_BOM).lstrip()
     if start.startswith(b"["):
-        return RowFile(path, json_array)
+        return RowFile(path, read_json_array)
     if suffix in _CSV:
-        return RowFile(path, csv_rows)
+        return RowFile(path, read_csv)
     if start.startswith(b"{") or suffix in _JSONL:
-        return RowFile(path, json_lines)
+        return RowFile(path, read_json_lines)
     raise TrimtabError(f"{path} is neither {_KINDS}{' below its gzip' if packed else ''}")
 
 
@@ -170,21 +170,23 @@ class LogSource:
         `TrimtabError` for a damaged file.
         """
         pending: list[TokenTable] = []
-        for piece in self._pieces(max(1, tokens // 2)):
+        for piece in self._read_pieces(max(1, tokens // 2)):
             pending.append(piece)
             if sum(part.tokens for part in pending) >= tokens:
                 yield TokenTable.concat(pending)
                 pending = []
         if pending:
             yield TokenTable.concat(pending)
-        elif not self.counts.responses and (empty := [role for role in self._optional() if role not in self._valued]):
+        elif not self.counts.responses and (
+            empty := [role for role in self._list_optional() if role not in self._valued]
+        ):
             left_out = finding("no-value", columns=", ".join(self._resolved.columns[role] for role in empty))
             resolved = self._resolve({**self._given, **dict.fromkeys(empty, "")})
             self._resolved = replace(resolved, findings=(*resolved.findings, left_out))
             self.counts, self._masked = self.counts.fresh(), ReadCounts()
             yield from self.tables(tokens)
 
-    def _optional(self) -> list[str]:
+    def _list_optional(self) -> list[str]:
         """Returns the roles whose column may be left out, such as logp_proximal if logp_current has values."""
         trainer = {"logp_proximal", "logp_current"} & self._resolved.columns.keys()
         needed = {*NEEDED, *(trainer if len(trainer) < 2 or not trainer & self._valued else ())}
@@ -210,11 +212,10 @@ class LogSource:
                 f"{_files_text(self._tables)}: {name} is 0 at every trained token, a placeholder for log-probs that "
                 f"the trainer did not compute. {advice}"
             )
-        settings, unread = settings_of(self.files)
-        engine, model, versions, unknown = made_with(self.files, resolved.framework)
-        remarks = (*resolved.findings, *(unread or unknown))
+        beside, unknown = read_facts(self.files, resolved.framework)
+        remarks = (*resolved.findings, *unknown)
         if remarks and not counts.quotes:
-            remarks = (finding("kept-back", count=len(remarks)),)
+            remarks = (finding("redacted", count=len(remarks)),)
         if resolved.assumes_current:
             lacks = "policy_version" if "policy_version" not in resolved.roles else "proximal_version"
             remarks = (*remarks, finding("age-assumed", lacks=lacks, why=resolved.layout.synchronous))
@@ -229,11 +230,11 @@ class LogSource:
             nonfinite=dict(counts.nonfinite),
             missing=resolved.missing,
             findings=(*counts.findings(f"logp_{resolved.anchor}"), *remarks),
-            settings=settings,
+            numerics=beside.numerics,
             masked=self._masked_responses(),
-            engine=engine,
-            versions=versions,
-            model=model,
+            engine=beside.engine,
+            versions=dict(sorted(beside.versions)),
+            model=beside.model,
             assumes_current=resolved.assumes_current,
         )
 
@@ -244,7 +245,7 @@ class LogSource:
         odd = "; ".join(f"{count} x {kind}" for kind, count in counts.nonfinite.items())
         causes = [text for text in (why, odd) if text] or ["the files hold no rows"]
         blamed = {word for reason in (*counts.dropped, *counts.nonfinite) for word in reason.split()}
-        role = next((role for role in self._optional() if role in blamed), "NAME")
+        role = next((role for role in self._list_optional() if role in blamed), "NAME")
         advice = _ADVICE["column"].format(role=role)
         if any(reason.endswith(NO_LIST) for reason in counts.dropped):
             advice = _ADVICE["lists"]
@@ -262,10 +263,10 @@ class LogSource:
         share = masked.responses / (masked.responses + trained.responses)
         return MaskedResponses(masked.responses, share, masked.k3_sum / masked.trained, both)
 
-    def _pieces(self, tokens: int) -> Iterator[TokenTable]:
+    def _read_pieces(self, tokens: int) -> Iterator[TokenTable]:
         for number, table in enumerate(self._tables):
             self.counts.file = table.path
-            columns = self._columns(table)
+            columns = self._columns_of(table)
             if columns is None:
                 self.counts.odd["no-trainer"] += 1
                 continue
@@ -290,7 +291,7 @@ class LogSource:
             normalize(batch, roles, layout, self._masked, number, in_loss=False)
         return normalize(batch, roles, layout, self.counts, number)
 
-    def _columns(self, table: Table) -> Mapping[str, str] | None:
+    def _columns_of(self, table: Table) -> Mapping[str, str] | None:
         """Returns the columns of a file by role; None for the file of a rank without log-probs (Miles)."""
         resolved = self._resolved
         if not isinstance(table, TorchFile):  # `resolve` has seen the columns of all other files

@@ -15,8 +15,8 @@ from trimtab.diagnosis.tokens import TokenTable, k3
 _WHOLE_NUMBERS = ("response_ids", "policy_version", "turn", "loss_mask", "padding_mask")
 
 
-class KeptRows:
-    """The rows that are still kept: `rows`, bool (rows,). A dropped row is counted once, by the first reason for it."""
+class UsableRows:
+    """The usable rows: `rows`, bool (rows,). A dropped row is counted once, by the first reason for it."""
 
     def __init__(self, numbers: Sequence[int], tally: ReadCounts) -> None:
         self.rows = np.ones(len(numbers), dtype=np.bool_)
@@ -33,7 +33,7 @@ class KeptRows:
 
 
 class TokenLists:
-    """The entries of the lists of all kept rows: `values` (tokens,) by role; `lengths` (rows,), 0 for a dropped row.
+    """The entries of the lists of all usable rows: `values` (tokens,) by role; `lengths` (rows,), 0 for a dropped row.
 
     ids: all response_ids of the rows, with any prompts at the start of lists, and the index where each row starts.
     prompt_length: number of tokens before the response (rows,), if the lists tell it.
@@ -64,31 +64,31 @@ class TokenLists:
         return [self._ids[first : first + int(count)] if count == count else None for first, count in spans]
 
 
-def drop_rows(batch: Batch, kept: KeptRows, in_loss: bool) -> None:
+def drop_rows(batch: Batch, usable: UsableRows, in_loss: bool) -> None:
     scalars = batch.scalars
     if "off_policy" in scalars:
-        kept.drop(scalars["off_policy"] == 1, EXTERNAL_TRACE)
+        usable.drop(scalars["off_policy"] == 1, EXTERNAL_TRACE)
     if "sample_mask" in scalars:
-        kept.drop((scalars["sample_mask"] == 0) == in_loss, OUT_OF_LOSS)
+        usable.drop((scalars["sample_mask"] == 0) == in_loss, OUT_OF_LOSS)
     if "sample_id" in scalars:
-        steps = scalars.get("step", np.zeros(len(kept.rows)))
-        repeated = np.zeros(len(kept.rows), dtype=np.bool_)
+        steps = scalars.get("step", np.zeros(len(usable.rows)))
+        repeated = np.zeros(len(usable.rows), dtype=np.bool_)
         for row, key in enumerate(zip(steps.tolist(), scalars["sample_id"].tolist(), strict=True)):
-            repeated[row] = key in kept.tally.seen
-            kept.tally.seen[key] = 0
-        kept.drop(repeated, "the same response in the file of another rank")
+            repeated[row] = key in usable.tally.seen
+            usable.tally.seen[key] = 0
+        usable.drop(repeated, "the same response in the file of another rank")
     for reason, rows in batch.faults.items():
-        kept.drop(np.isin(np.arange(len(kept.rows)), list(rows)), reason, rows.__getitem__)
+        usable.drop(np.isin(np.arange(len(usable.rows)), list(rows)), reason, rows.__getitem__)
     for role in ("policy_version", "response_length", "step", "proximal_version"):
         if role in scalars:
-            kept.drop(~np.isfinite(scalars[role]), f"no {role}")
+            usable.drop(~np.isfinite(scalars[role]), f"no {role}")
 
 
-def align(batch: Batch, kept: KeptRows) -> TokenLists:
-    """Returns the lists of the kept rows, all as long as the sampler's log-probs."""
+def align(batch: Batch, usable: UsableRows) -> TokenLists:
+    """Returns the lists of the usable rows, all as long as the sampler's log-probs."""
     scalars = batch.scalars
     whole = {role: list_lengths(lists).fill_null(0).to_numpy().astype(np.int64) for role, lists in batch.lists.items()}
-    skip = {role: np.zeros(len(kept.rows), dtype=np.int64) for role in whole}
+    skip = {role: np.zeros(len(usable.rows), dtype=np.int64) for role in whole}
 
     def lengths_text(row: int) -> str:
         known = {role: int(lengths[row]) for role, lengths in whole.items()}
@@ -100,7 +100,7 @@ def align(batch: Batch, kept: KeptRows) -> TokenLists:
         expected = np.nan_to_num(scalars["response_length"], posinf=0, neginf=0)
         expected = np.clip(expected, 0, 2**53).astype(np.int64)
         skip = {role: np.maximum(lengths - expected, 0) for role, lengths in whole.items()}
-        kept.drop(whole["logp_behavior"] - skip["logp_behavior"] != expected, UNEQUAL, lengths_text)
+        usable.drop(whole["logp_behavior"] - skip["logp_behavior"] != expected, UNEQUAL, lengths_text)
     if "prompt_length" in scalars:  # only some lists begin with the prompt
         prompt = scalars["prompt_length"]
         shortest = np.min([lengths - skip[role] for role, lengths in whole.items()], axis=0)
@@ -111,21 +111,21 @@ def align(batch: Batch, kept: KeptRows) -> TokenLists:
     if "padding_mask" in whole:  # an attention mask covers the prompt as well
         skip["padding_mask"] = np.maximum(whole["padding_mask"] - tokens, skip["padding_mask"])
     unequal = [lengths - skip[role] != tokens for role, lengths in whole.items()]
-    kept.drop(np.any(unequal, axis=0), UNEQUAL, lengths_text)
-    kept.drop(tokens == 0, "no tokens")
+    usable.drop(np.any(unequal, axis=0), UNEQUAL, lengths_text)
+    usable.drop(tokens == 0, "no tokens")
     prompt_length = None
     if "response_length" in scalars and "response_ids" in whole:
         # If only the ids begin with the prompt, they tell its length. If all lists do, they may be left-padded.
         prompt_length = np.where(skip["logp_behavior"] == 0, skip["response_ids"], np.nan)
-    tokens = np.where(kept.rows, tokens, 0)
+    tokens = np.where(usable.rows, tokens, 0)
     entries = {role: flat(lists) for role, lists in batch.lists.items()}
-    values = {role: _entries(entries[role], whole[role], skip[role], tokens) for role in entries}
+    values = {role: _cut(entries[role], whole[role], skip[role], tokens) for role in entries}
     counts = whole.get("response_ids", tokens)
     ids = entries.get("response_ids", np.zeros(0)), np.cumsum(counts) - counts
     return TokenLists(tokens, values, ids, prompt_length)
 
 
-def _entries(values: np.ndarray, whole: np.ndarray, skip: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _cut(values: np.ndarray, whole: np.ndarray, skip: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns `lengths` values of each row after its first `skip`; the rows have `whole` values."""
     if np.array_equal(whole, lengths):
         return values
@@ -133,14 +133,14 @@ def _entries(values: np.ndarray, whole: np.ndarray, skip: np.ndarray, lengths: n
     return values[np.repeat(first - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())]
 
 
-def trained_tokens(tokens: TokenLists, kept: KeptRows) -> np.ndarray:
+def find_trained(tokens: TokenLists, usable: UsableRows) -> np.ndarray:
     """Returns the tokens (tokens,) that all masks select; drops rows with a null in a mask or in other integers."""
     values = tokens.values
     for role in _WHOLE_NUMBERS:
         if role in values and values[role].dtype.kind == "f":
-            kept.drop(tokens.having(~np.isfinite(values[role])), f"{role} holds nulls")
+            usable.drop(tokens.having(~np.isfinite(values[role])), f"{role} holds nulls")
     if "turn" in values:
-        kept.drop(tokens.having(values["turn"] < 0), "turn is negative")
+        usable.drop(tokens.having(values["turn"] < 0), "turn is negative")
     trained = np.ones(len(tokens.row), dtype=np.bool_)
     for role in ("loss_mask", "padding_mask", "loss_weight"):  # a null weight means 1
         if role in values:
@@ -148,7 +148,7 @@ def trained_tokens(tokens: TokenLists, kept: KeptRows) -> np.ndarray:
     return trained
 
 
-def response_span(tokens: TokenLists, trained: np.ndarray, layout: Layout) -> np.ndarray:
+def find_response(tokens: TokenLists, trained: np.ndarray, layout: Layout) -> np.ndarray:
     """Returns which tokens (tokens,) are neither padding nor prompt; notes the prompt's length in `tokens`."""
     inside = np.ones(len(tokens.row), dtype=np.bool_)
     if not (layout.whole or layout.padded):
@@ -178,26 +178,26 @@ def normalize(
 ) -> TokenTable | None:
     """Returns the usable responses of a batch, or None without any. Dropped responses are counted in `tally`.
 
-    roles: roles with a value for every response; with prompt_ids, a response is kept only with all of its ids.
+    roles: roles with a value for every response; with prompt_ids, a response is usable only with all of its ids.
     file: number that distinguishes prompt groups without steps.
     in_loss: False returns the responses that the trainer masks out of its loss, instead of those that it trains on.
     """
-    kept = KeptRows(batch.numbers, tally)
-    drop_rows(batch, kept, in_loss)
-    tokens = align(batch, kept)
-    trained = trained_tokens(tokens, kept)
-    inside = response_span(tokens, trained, layout)
-    kept.drop(~tokens.having(trained), "no trained token")
-    trained &= kept.rows[tokens.row]
+    usable = UsableRows(batch.numbers, tally)
+    drop_rows(batch, usable, in_loss)
+    tokens = align(batch, usable)
+    trained = find_trained(tokens, usable)
+    inside = find_response(tokens, trained, layout)
+    usable.drop(~tokens.having(trained), "no trained token")
+    trained &= usable.rows[tokens.row]
     bad = _clear_nonfinite(tokens, trained, tally)
     tally.odd["not-finite"] += int(tokens.having(bad).sum())
     if "prompt_ids" in roles:
-        kept.drop(tokens.having(bad), "a log-prob that is not finite")
-    kept.drop(~tokens.having(trained & ~bad), NOT_FINITE)
+        usable.drop(tokens.having(bad), "a log-prob that is not finite")
+    usable.drop(~tokens.having(trained & ~bad), NOT_FINITE)
     inside &= ~bad
     if layout.repeats:
-        _drop_repeated(tokens, inside, kept, file)
-    rows = kept.rows
+        _drop_repeated(tokens, inside, usable, file)
+    rows = usable.rows
     if not rows.any():
         return None
     inside &= rows[tokens.row]
@@ -214,8 +214,8 @@ def normalize(
     lengths = np.bincount(tokens.row[inside], minlength=len(rows))[rows]
     if layout.synchronous and "proximal_version" not in numbers:
         _assume_current(values, numbers, lengths)
-    table = _table(lengths, values | {"trained": trained[inside]}, numbers, keys, tally, file)
-    _count(table, tally)
+    table = _build_table(lengths, values | {"trained": trained[inside]}, numbers, keys, tally, file)
+    _count_table(table, tally)
     return table
 
 
@@ -246,16 +246,16 @@ def _clear_nonfinite(tokens: TokenLists, trained: np.ndarray, tally: ReadCounts)
     return bad
 
 
-def _drop_repeated(tokens: TokenLists, inside: np.ndarray, kept: KeptRows, file: int) -> None:
+def _drop_repeated(tokens: TokenLists, inside: np.ndarray, usable: UsableRows, file: int) -> None:
     """Drops rows whose tokens and log-probs are bitwise equal to a row of an earlier file."""
     columns = [tokens.values[name] for name in sorted(tokens.values.keys() & {"response_ids", *LOGPS})]
-    repeated = np.zeros(len(kept.rows), dtype=np.bool_)
-    for row in np.flatnonzero(kept.rows).tolist():
+    repeated = np.zeros(len(usable.rows), dtype=np.bool_)
+    for row in np.flatnonzero(usable.rows).tolist():
         span = slice(tokens.starts[row], tokens.starts[row + 1])
         key = hash(tuple(values[span][inside[span]].tobytes() for values in columns))
-        repeated[row] = kept.tally.seen.setdefault(key, file) != file
-    kept.rows &= ~repeated
-    kept.tally.drop("the same response again, in a later file", int(repeated.sum()))
+        repeated[row] = usable.tally.seen.setdefault(key, file) != file
+    usable.rows &= ~repeated
+    usable.tally.drop("the same response again, in a later file", int(repeated.sum()))
 
 
 def _assume_current(values: Mapping[str, np.ndarray], numbers: dict[str, np.ndarray], lengths: np.ndarray) -> None:
@@ -274,7 +274,7 @@ def _assume_current(values: Mapping[str, np.ndarray], numbers: dict[str, np.ndar
     numbers["proximal_version"] = current[index]
 
 
-def _table(
+def _build_table(
     lengths: np.ndarray,
     values: Mapping[str, np.ndarray],
     numbers: dict[str, np.ndarray],
@@ -287,7 +287,7 @@ def _table(
         if role in numbers:
             tally.unknown[role] += int((~np.isfinite(numbers[role])).sum())
     if "advantage" in values:
-        numbers["advantage"] = _mean(values["advantage"], values["trained"], lengths)
+        numbers["advantage"] = _average_trained(values["advantage"], values["trained"], lengths)
     if "policy_version" in numbers:
         values = {**values, "policy_version": np.repeat(numbers["policy_version"], lengths)}
     columns = {name: values[role] for name, role in _LOGPS.items() if role in values}
@@ -301,28 +301,28 @@ def _table(
         columns["raw"] = numbers["logprobs"] == 1
     if "group" in keys:
         steps = numbers["step"].tolist() if "step" in numbers else [("file", file)] * len(lengths)
-        columns["group"] = _numbered(list(zip(steps, keys["group"], strict=True)), tally.groups)
+        columns["group"] = _number_keys(list(zip(steps, keys["group"], strict=True)), tally.groups)
     if "prompt" in keys:
-        columns["prompt"] = _numbered([(key,) for key in keys["prompt"]], tally.prompts)
+        columns["prompt"] = _number_keys([(key,) for key in keys["prompt"]], tally.prompts)
     if "prompt_ids" in keys:
         columns["prompt_ids"] = np.empty(len(lengths), dtype=object)
         columns["prompt_ids"][:] = keys["prompt_ids"]
     return TokenTable(np.append(0, np.cumsum(lengths)), values["trained"], values["logp_behavior"], **columns)
 
 
-def _mean(values: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _average_trained(values: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     row = np.repeat(np.arange(len(lengths)), lengths)
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.bincount(row, weights=np.where(trained, values.astype(np.float64), 0), minlength=len(lengths))
     return total / np.bincount(row, weights=trained, minlength=len(lengths))
 
 
-def _numbered(keys: Sequence[tuple[Hashable, ...]], known: dict[Hashable, int]) -> np.ndarray:
+def _number_keys(keys: Sequence[tuple[Hashable, ...]], known: dict[Hashable, int]) -> np.ndarray:
     """Returns the number of each key (keys,). A new key gets the next number; a key that ends in None is always new."""
     return np.array([known.setdefault(object() if key[-1] is None else key, len(known)) for key in keys], np.int64)
 
 
-def _count(table: TokenTable, tally: ReadCounts) -> None:
+def _count_table(table: TokenTable, tally: ReadCounts) -> None:
     trained = table.mask
     tally.responses += table.responses
     tally.tokens += table.tokens

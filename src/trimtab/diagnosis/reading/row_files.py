@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.batches import Batch, as_list, csv_cell, names_inside, plain, to_batch, value_of
+from trimtab.diagnosis.reading.batches import Batch, as_list, names_inside, parse_csv_cell, plain, read_cell, to_batch
 from trimtab.diagnosis.reading.counts import UNEQUAL, ReadCounts
 from trimtab.errors import TrimtabError
 from trimtab.files import MAX_ARRAY_BYTES, MAX_RESPONSE, MAX_ROW_BYTES, RAISE_LIMITS, limit, opened, too_long
@@ -50,7 +50,7 @@ class RowFile:
         numbers: list[int] = []
         size, behavior, longest = 0, columns["logp_behavior"], limit(MAX_RESPONSE)
         for number, whole in self._read(self.path, tally):
-            row = {name: plain(value_of(whole, name)) for name in columns.values()}
+            row = {name: plain(read_cell(whole, name)) for name in columns.values()}
             row[behavior] = cell = as_list(row[behavior])
             if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
                 # NeMo-RL writes batches of one: each value is inside a list.
@@ -73,7 +73,7 @@ def _by_role(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> d
     return {role: [row[name] for row in rows] for role, name in columns.items()}
 
 
-def json_lines(path: Path, tally: ReadCounts) -> Rows:
+def read_json_lines(path: Path, tally: ReadCounts) -> Rows:
     """Yields one object per line. Other lines are dropped and counted.
 
     The standard parser is as fast here as arrow's parser, reads the NaN and Infinity that Python's writers emit, and
@@ -96,10 +96,10 @@ def json_lines(path: Path, tally: ReadCounts) -> Rows:
             except (ValueError, RecursionError):
                 tally.drop("not JSON" if line.endswith(b"\n") else "unfinished last line", row=number)
             else:
-                yield from _object(number, row, tally)
+                yield from _take_object(number, row, tally)
 
 
-def json_array(path: Path, tally: ReadCounts) -> Rows:
+def read_json_array(path: Path, tally: ReadCounts) -> Rows:
     """Yields the objects of one array, whose text is held in memory. Raises `TrimtabError` if it is damaged."""
     try:
         with opened(path) as file:
@@ -114,12 +114,12 @@ def json_array(path: Path, tally: ReadCounts) -> Rows:
         raise TrimtabError(f"{path} is not UTF-8: write it as UTF-8") from None
     decoder, number = json.JSONDecoder(), 0
     try:
-        place = _next(text, text.index("[") + 1)
+        place = _find_next(text, text.index("[") + 1)
         while not text.startswith("]", place):
             number += 1
             row, place = decoder.raw_decode(text, place)
-            yield from _object(number, row, tally)
-            place = _next(text, place)
+            yield from _take_object(number, row, tally)
+            place = _find_next(text, place)
     except (ValueError, RecursionError) as error:
         reason = f"is not JSON or unfinished ({getattr(error, 'msg', error)})"
         raise TrimtabError(f"{path}, row {number} {reason}: fix the array") from None
@@ -127,20 +127,20 @@ def json_array(path: Path, tally: ReadCounts) -> Rows:
         raise TrimtabError(f"{path} goes on after its array: write one array, or one object per line")
 
 
-def _next(text: str, place: int) -> int:
+def _find_next(text: str, place: int) -> int:
     """Returns the place of the next character that is neither blank nor a comma."""
     found = _NEITHER_BLANK_NOR_COMMA.search(text, place)
     return found.start() if found else len(text)
 
 
-def _object(number: int, row: Any, tally: ReadCounts) -> Rows:
+def _take_object(number: int, row: Any, tally: ReadCounts) -> Rows:
     if isinstance(row, dict):
         yield number, row
     else:
         tally.drop("not a JSON object", row=number)
 
 
-def csv_rows(path: Path, tally: ReadCounts) -> Rows:
+def read_csv(path: Path, tally: ReadCounts) -> Rows:
     """Yields every row as a dictionary; rows whose length differs from the header's are dropped and counted."""
     csv.field_size_limit(limit(MAX_ROW_BYTES))
     number = 0
@@ -154,7 +154,7 @@ def csv_rows(path: Path, tally: ReadCounts) -> Rows:
                 if len(cells) != len(header):
                     tally.drop("not as many cells as the header", row=number)
                 else:
-                    yield number, {name: csv_cell(text) for name, text in zip(header, cells, strict=True)}
+                    yield number, {name: parse_csv_cell(text) for name, text in zip(header, cells, strict=True)}
     except csv.Error as error:
         raise TrimtabError(f"{path}, row {number + 1} is not CSV ({error}): mend its quotes") from None
     except UnicodeDecodeError:
@@ -167,12 +167,12 @@ _MOST_SLICES = 9999
 _SLICED = ("trainer_logprobs", "vllm_logprobs", "response_mask", "token_ids", "model_steps")
 
 
-def slices_of(path: Path) -> list[Path]:
+def find_slices(path: Path) -> list[Path]:
     """Returns the files with the slices of the same rows, in their order."""
     found = PACKED.search(path.name)
     if not found or not found["rank"]:
         return [path]
-    _, row = next(json_lines(path, ReadCounts()), (0, {}))
+    _, row = next(read_json_lines(path, ReadCounts()), (0, {}))
     size, (start, end) = row.get("sp_size"), found.span("rank")
     count = size if isinstance(size, int) and 1 <= size <= _MOST_SLICES else 1
     first = int(found["rank"]) // count * count
@@ -180,9 +180,9 @@ def slices_of(path: Path) -> list[Path]:
     return [path.with_name(name) for name in names]
 
 
-def packed_rows(path: Path, tally: ReadCounts) -> Rows:
+def read_packed(path: Path, tally: ReadCounts) -> Rows:
     """Yields the sequences of a file, joined from all slices. A row with a missing slice is dropped and counted."""
-    slices = [json_lines(file, tally) for file in slices_of(path)]
+    slices = [read_json_lines(file, tally) for file in find_slices(path)]
     for parts in zip_longest(*slices, fillvalue=(0, {})):
         line, first = max(line for line, _ in parts), parts[0][1]
         keys = [(number, row.get("step"), row.get("sample_idx")) for number, row in parts]
@@ -192,14 +192,14 @@ def packed_rows(path: Path, tally: ReadCounts) -> Rows:
         elif is_old:
             yield line, {name: value for name, value in first.items() if name != "vllm_logprobs"}
         else:
-            yield from _sequences(line, [row for _, row in parts], tally)
+            yield from _split_sequences(line, [row for _, row in parts], tally)
 
 
-def _sequences(line: int, slices: Sequence[Mapping[str, Any]], tally: ReadCounts) -> Rows:
+def _split_sequences(line: int, slices: Sequence[Mapping[str, Any]], tally: ReadCounts) -> Rows:
     first = slices[0]
     try:
-        numbers = _joined(slices, "attention_mask")
-        columns = {name: _joined(slices, name) for name in _SLICED if name in first}
+        numbers = _join(slices, "attention_mask")
+        columns = {name: _join(slices, name) for name in _SLICED if name in first}
         is_usable = numbers.ndim == 2 and numbers.dtype.kind == "i"
         if not is_usable or any(column.shape != numbers.shape for column in columns.values()):
             raise ValueError
@@ -214,10 +214,10 @@ def _sequences(line: int, slices: Sequence[Mapping[str, Any]], tally: ReadCounts
                 # The first token of a later sequence was predicted from the sequence before it, so it is left out.
                 span = slice(start + (start > 0), end)
                 lists = {name: column[index, span] for name, column in columns.items()}
-                yield line, row | lists | _versions(step, lists.get("model_steps"))
+                yield line, row | lists | _number_version(step, lists.get("model_steps"))
 
 
-def _versions(step: Any, sampled: np.ndarray | None) -> dict[str, int]:
+def _number_version(step: Any, sampled: np.ndarray | None) -> dict[str, int]:
     """Returns the version of the trainer's weights, numbered as `model_steps`: by the step after which they were sent.
 
     A run's first weights have the number of its first step too. They are not newer than the trainer's weights.
@@ -227,7 +227,7 @@ def _versions(step: Any, sampled: np.ndarray | None) -> dict[str, int]:
     return {"proximal_version": max(step - 1, int(sampled.max(initial=-1)))}
 
 
-def _joined(slices: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+def _join(slices: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     """Returns the lists of all slices, joined (batch, time)."""
     parts = [np.array(row[name]).reshape(row[f"{name}_shape"]) for row in slices]
     return np.concatenate([np.atleast_2d(part) for part in parts], axis=1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.reading.batches import array_of, plain
+from trimtab.diagnosis.reading.batches import plain, to_array
 from trimtab.diagnosis.reading.counts import ReadCounts
 from trimtab.diagnosis.reading.row_files import RowFile, Rows
 from trimtab.errors import TrimtabError
@@ -35,7 +35,7 @@ class TorchFile(RowFile):
 
     def names(self) -> frozenset[str]:
         if self._held is None:
-            self._held = _columns(self.path)
+            self._held = _read_columns(self.path)
         return frozenset(self._held)
 
     def close(self) -> None:
@@ -43,15 +43,15 @@ class TorchFile(RowFile):
         self._held = None
 
     def _rows(self, path: Path, tally: ReadCounts) -> Rows:
-        columns = self._held if self._held is not None else _columns(path)
+        columns = self._held if self._held is not None else _read_columns(path)
         self.close()
-        if (versions := _versions(columns)) is not None:
+        if (versions := _parse_versions(columns)) is not None:
             tally.odd["several-versions"] += sum(len(set(several)) > 1 for several in versions)
         for number, cells in enumerate(zip(*columns.values(), strict=True), start=1):
             yield number, dict(zip(columns, cells, strict=True))
 
 
-def _columns(path: Path) -> dict[str, Sequence[Any]]:
+def _read_columns(path: Path) -> dict[str, Sequence[Any]]:
     payload = _load(path)
     if not isinstance(payload, dict):
         raise TrimtabError(f"{path} holds a {type(payload).__name__}: a dictionary of tensors is needed")
@@ -81,9 +81,9 @@ def _columns(path: Path) -> dict[str, Sequence[Any]]:
     columns = {name: value for name, value in given.items() if isinstance(name, str) and _is_column(value, rows)}
     if isinstance(payload.get("rollout_id"), int):
         columns.setdefault("step", [payload["rollout_id"]] * rows)
-    if (versions := _versions(columns)) is not None:
+    if (versions := _parse_versions(columns)) is not None:
         columns["weight_version"] = [min(several) for several in versions]
-    return columns | _prompt_keys(columns)
+    return columns | _hash_prompts(columns)
 
 
 def _load(path: Path) -> Any:
@@ -106,7 +106,11 @@ def _load(path: Path) -> Any:
             f"{path} cannot be read ({reason}): write tensors and plain values, or leave it out"
         ) from None
     most = max(limit(MAX_RESPONSE), limit(_VALUES_A_BYTE) * path.stat().st_size)
-    if (values := _count(payload, path)) > most:
+    try:
+        values = _count(payload, path, {})
+    except RecursionError:
+        raise TrimtabError(f"{path} holds a list that is inside itself: write plain lists of numbers") from None
+    if values > most:
         raise TrimtabError(
             f"{path} has {path.stat().st_size:,} bytes and stands for {values:,} values, by repetition: save copies "
             f"(tensor.contiguous()), or {RAISE_LIMITS}"
@@ -123,37 +127,27 @@ def _check_packing(path: Path) -> None:
             raise too_large_unpacked(path, size)
 
 
-def _count(payload: Any, path: Path) -> int:
+def _count(value: Any, path: Path, counted: dict[int, int]) -> int:
     """Returns the number of values in all containers, tensors and arrays, counted as often as they are reached.
 
     Repeated values (a tensor with strides of 0, a list in many places) take memory once, but count each time. Raises
-    `TrimtabError` for a tensor that is not a plain array of numbers, and for a container that is inside itself.
+    `TrimtabError` for a tensor that is not a plain array of numbers. counted: the numbers so far, by `id`.
     """
-    counted: dict[int, int] = {}
-    waiting, begun = [payload], set[int]()
-    while waiting:
-        value = waiting[-1]
-        inner: list[Any] = []
+    if id(value) not in counted:
         if isinstance(value, list | tuple | dict):
             parts = value.values() if isinstance(value, dict) else value
-            inner = [part for part in parts if isinstance(part, list | tuple | dict | np.ndarray) or _is_tensor(part)]
-        missing = [part for part in inner if id(part) not in counted]
-        if not missing:
-            size = _size(value, path) if not isinstance(value, list | tuple | dict) else len(value)
-            counted[id(waiting.pop())] = size + sum(counted[id(part)] for part in inner)
-        elif id(value) in begun:
-            raise TrimtabError(f"{path} holds a list that is inside itself: write plain lists of numbers")
+            inner = (part for part in parts if isinstance(part, list | tuple | dict | np.ndarray) or _is_tensor(part))
+            counted[id(value)] = len(value) + sum(_count(part, path, counted) for part in inner)
         else:
-            begun.add(id(value))
-            waiting += missing
-    return counted[id(payload)]
+            counted[id(value)] = _count_elements(value, path)
+    return counted[id(value)]
 
 
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "untyped_storage")
 
 
-def _size(value: Any, path: Path) -> int:
+def _count_elements(value: Any, path: Path) -> int:
     """Returns the number of elements of a tensor or array; 1 for another value."""
     if not _is_tensor(value):
         return value.size if isinstance(value, np.ndarray) else 1
@@ -177,7 +171,7 @@ def _is_column(value: Any, rows: int) -> bool:
     return (isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0) and len(value) == rows
 
 
-def _versions(columns: Mapping[str, Sequence[Any]]) -> list[list[int]] | None:
+def _parse_versions(columns: Mapping[str, Sequence[Any]]) -> list[list[int]] | None:
     """Returns the versions that sampled each response, if all are known numbers."""
     given = columns.get("weight_versions", ())
     lists = [[str(version) for version in several] if isinstance(several, list | tuple) else [] for several in given]
@@ -186,13 +180,13 @@ def _versions(columns: Mapping[str, Sequence[Any]]) -> list[list[int]] | None:
     return None
 
 
-def _prompt_keys(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+def _hash_prompts(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Returns a hash of each prompt's tokens as `prompt_key`: responses to one prompt form a group."""
     lengths = columns.get("response_lengths", columns.get("response_length"))
     if lengths is None or "tokens" not in columns:
         return {}
     keys: list[int | None] = []
-    for ids, count in zip(map(array_of, map(plain, columns["tokens"])), map(plain, lengths), strict=True):
+    for ids, count in zip(map(to_array, map(plain, columns["tokens"])), map(plain, lengths), strict=True):
         is_known = ids is not None and isinstance(count, int)
         keys.append(hash(ids[: max(0, len(ids) - count)].tobytes()) if is_known and ids is not None else None)
     return {"prompt_key": keys}

@@ -10,7 +10,7 @@ import torch
 from tests.support import token_tables
 
 import trimtab
-from trimtab.diagnosis.advice.preset_outcomes import AdviceData, outcomes, weights
+from trimtab.diagnosis.advice.preset_outcomes import AdviceData, rate_presets, weights
 from trimtab.diagnosis.records import PresetOutcome
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.objectives import correct, objectives
@@ -41,11 +41,11 @@ def noisy(responses: int, size: float, seed: int = 0, *, known: bool = True) -> 
 
 
 def published(data: TokenTable, *presets: str) -> dict[str, PresetOutcome]:
-    return {row.preset: row for row in outcomes(AdviceData.of(data), presets) if not row.calibrated}
+    return {row.preset: row for row in rate_presets(AdviceData.of(data), presets) if not row.calibrated}
 
 
 def test_every_preset_has_a_row_and_those_with_bounds_a_second_one() -> None:
-    rows = outcomes(AdviceData.of(noisy(400, 0.3)))
+    rows = rate_presets(AdviceData.of(noisy(400, 0.3)))
     assert list(dict.fromkeys(row.preset for row in rows)) == [name for name in objectives() if "centering" not in name]
     assert [row.preset for row in rows if row.calibrated] == [name for name in objectives() if bounds_of(name)]
     for row in rows:
@@ -163,13 +163,13 @@ def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> No
 
 
 def test_equal_policies_leave_everything_as_it_is() -> None:
-    for row in outcomes(AdviceData.of(noisy(60, 0.0))):
+    for row in rate_presets(AdviceData.of(noisy(60, 0.0))):
         assert (row.kept, row.changed) == (1.0, 0.0), row.preset
         assert (row.ess, row.bias) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-6)), row.preset
 
 
 def test_short_data_is_not_calibrated() -> None:
     clean = table([[1.0, 1.2], [2.0, 2.0]], [1.0, 1.0])
-    assert not any(row.calibrated for row in outcomes(AdviceData.of(clean), ("geo-mask", "token-tis")))
+    assert not any(row.calibrated for row in rate_presets(AdviceData.of(clean), ("geo-mask", "token-tis")))
     clean.mask[:] = False
-    assert outcomes(AdviceData.of(clean)) == ()
+    assert rate_presets(AdviceData.of(clean)) == ()

@@ -21,8 +21,8 @@ from trimtab.diagnosis.advice.rules import (
     MethodResult,
     RuleInputs,
     advise,
-    choices,
     choose,
+    list_choices,
     load_map,
 )
 from trimtab.diagnosis.records import CAUSES, Cause, DataSummary, DriftSplit, Measured, MismatchSize, PresetOutcome
@@ -192,7 +192,7 @@ def test_the_map_covers_the_mean_k3_of_its_runs_and_not_that_of_their_last_step(
 
 
 def test_the_list_of_methods_is_made_of_the_rules_and_the_map() -> None:
-    rows = {row.rule: row for row in choices()}
+    rows = {row.rule: row for row in list_choices()}
     assert list(rows) == [rule.name for rule in RULES]
     assert (rows["fault"].bounds, rows["moe"].bounds) == ("", "from your data, weight_max=1.5")
     assert f"{ACCEPTED:.0%} of the tokens" in rows["stale, short"].when

@@ -14,10 +14,10 @@ from tests.support import planted_causes as plant
 
 import trimtab.diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
-from trimtab.diagnosis.causes.candidates import KINDS, families, find_signs, rank
+from trimtab.diagnosis.causes.candidates import KINDS, find_signs, group_by_test, rank
 from trimtab.diagnosis.causes.detector import LogprobPairs
 from trimtab.diagnosis.measure.placeholders import PlaceholderSums
-from trimtab.diagnosis.records import Candidate, Settings, Stated
+from trimtab.diagnosis.records import Candidate, Numerics, Stated
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
 
@@ -168,7 +168,7 @@ def test_another_temperature_of_some_requests_is_a_setting() -> None:
     table = data.table(np.where(data.row[:, None] % 5 == 0, data.logits / 1.4, data.logits) + data.noise(0.01))
     assert {"straight", "some-clean"} <= signs(table)
     assert "settings" in {
-        one.name for family in families(rank(find_signs(LogprobPairs.of(table))))[:3] for one in family
+        one.name for family in group_by_test(rank(find_signs(LogprobPairs.of(table))))[:3] for one in family
     }
 
 
@@ -205,11 +205,11 @@ def test_what_was_tested_and_the_side_that_is_off_decide() -> None:
 
 def test_candidates_of_one_test_are_a_family_and_that_with_most_odds_comes_first() -> None:
     one, two, three = (Candidate(*"abcd", test, "", odds) for test, odds in (("x", 3.0), ("y", 2.0), ("y", 1.5)))
-    assert families([one, two, three]) == [[two, three], [one]]
-    assert families([one, two]) == [[one], [two]]
-    assert families([replace(two, found=True), one]) == [[replace(two, found=True)], [one]]
-    assert families([]) == []
-    assert {one.name for one in families(rank(SHOWN))[0]} == {"quantized", "model-config"}
+    assert group_by_test([one, two, three]) == [[two, three], [one]]
+    assert group_by_test([one, two]) == [[one], [two]]
+    assert group_by_test([replace(two, found=True), one]) == [[replace(two, found=True)], [one]]
+    assert group_by_test([]) == []
+    assert {one.name for one in group_by_test(rank(SHOWN))[0]} == {"quantized", "model-config"}
 
 
 def test_a_candidate_says_what_speaks_for_and_against_it() -> None:
@@ -278,18 +278,18 @@ def test_an_age_of_all_tokens_proves_nothing() -> None:
 def test_what_a_user_states_must_be_of_that_size(stated: str, size: float, proven: bool) -> None:
     data = Drawn()
     whole = plant.measured(data.table(data.logits + data.noise(size)))
-    settings = Stated(stated).settings
-    found = find_causes(replace(whole, origin=replace(whole.origin, settings=settings)))
+    numerics = Stated(stated).numerics
+    found = find_causes(replace(whole, origin=replace(whole.origin, numerics=numerics)))
     assert found[0].is_proven == proven, found
 
 
 def test_bits_and_names_that_a_user_states() -> None:
     coarse = {"fp8": "eight bits", "int8": "eight bits", "awq": "four bits", "nvfp4": "four bits"}
-    assert {name: Stated(name).settings.bits for name in coarse} == coarse
-    recipe = Settings("bfloat16", "float32", "none", ("vllm.kv_cache_dtype = fp8_e4m3",))
+    assert {name: Stated(name).numerics.bits for name in coarse} == coarse
+    recipe = Numerics("bfloat16", "float32", "none", ("vllm.kv_cache_dtype = fp8_e4m3",))
     assert recipe.bits == "eight bits"
     assert recipe.is_recorded
-    assert not Stated("fp8").settings.is_recorded
+    assert not Stated("fp8").numerics.is_recorded
     for wrong in (partial(Stated, "fp9"), partial(Stated, lag=-1)):
         with pytest.raises(TrimtabError):
             wrong()

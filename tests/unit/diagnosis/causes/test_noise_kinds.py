@@ -358,17 +358,18 @@ def test_a_recipe_of_float32_on_both_sides_is_contradicted(tmp_path: Path) -> No
 def test_runs_that_differ_and_recipes_that_cannot_be_read_are_no_evidence(tmp_path: Path) -> None:
     one, other = run_of(tmp_path / "a", COARSE), run_of(tmp_path / "b", COARSE, QUANTIZE, seed=1)
     diagnosis = trimtab.diagnose([one, other])
-    assert diagnosis.measured.origin.settings is None
+    assert diagnosis.measured.origin.numerics is None
     (finding,) = [found for found in diagnosis.measured.origin.findings if found.name == "recipe"]
     assert finding.detail == "the runs' recipes differ in their numerics: none of them is taken as evidence"
     (one / "config.toml").write_text("engine = [")
     diagnosis = trimtab.diagnose(one)
-    assert diagnosis.measured.origin.settings is None
-    (finding,) = [found for found in diagnosis.measured.origin.findings if "a/config.toml cannot be read" in found.text]
+    assert diagnosis.measured.origin.numerics is None
+    (finding,) = [found for found in diagnosis.measured.origin.findings if found.name == "run"]
+    assert "a/config.toml is damaged" in finding.text
     assert "\n" not in finding.text
     (one / "config.toml").write_text("[project]\nname = 'something else'\n")
     diagnosis = trimtab.diagnose(one)
-    assert diagnosis.measured.origin.settings is None
+    assert diagnosis.measured.origin.numerics is None
     assert not [found for found in diagnosis.measured.origin.findings if found.name == "recipe"]
 
 
@@ -386,7 +387,7 @@ def test_the_sampler_and_versions_of_a_run_are_read(tmp_path: Path) -> None:
     (run / "provenance.json").write_text("[")
     damaged = trimtab.diagnose(run).measured.origin
     assert damaged.versions == {}
-    (finding,) = [found for found in damaged.findings if found.name == "versions"]
+    (finding,) = [found for found in damaged.findings if found.name == "run"]
     assert "provenance.json is damaged" in finding.detail
 
 

@@ -122,7 +122,7 @@ def test_a_column_of_turns_names_the_turn_where_the_mask_has_other_gaps() -> Non
     assert "the shift begins where turn 3 begins" in only(replace(by_column, turn=None)).evidence
 
 
-CONTEXT = Context(floor=0.0, settings=None)
+CONTEXT = Context(floor=0.0, numerics=None)
 
 
 def swapped(values: np.ndarray, order: np.ndarray) -> tuple[LogprobPairs, LogprobPairs | None]:

@@ -11,7 +11,7 @@ import torch
 from tests.support.token_tables import noisy, pieces, table, whole
 
 import trimtab
-from trimtab.diagnosis.measure.size import RoundingDetector, rounding_floor, verdict
+from trimtab.diagnosis.measure.size import RoundingDetector, judge_k3, rounding_floor
 from trimtab.diagnosis.records import DriftSplit, MismatchSize
 from trimtab.diagnosis.tokens import TokenTable
 
@@ -146,7 +146,7 @@ def test_one_response_has_figures_and_no_interval() -> None:
     ],
 )
 def test_verdicts(k3: float, floor: float, coarse: bool, expected: str) -> None:
-    assert verdict(k3, floor, coarse) == expected
+    assert judge_k3(k3, floor, coarse) == expected
 
 
 def test_bfloat16_on_both_sides_of_one_policy_is_rounding() -> None:

@@ -10,7 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 from tests.support.diagnosis_example import MISMATCH, compared, example
 
-from trimtab.diagnosis.output.as_text import markdown, rows, terminal_text, versions
+from trimtab.diagnosis.output.as_text import markdown, terminal_rows, terminal_text, versions
 from trimtab.errors import Finding
 
 # Shares by hand, of 91,000 tokens and 91,000 * 0.0048 = 436.8 nats. Probability below 0.1: the three rarest bins,
@@ -50,7 +50,7 @@ def test_the_whole_verdict_on_a_fixed_diagnosis() -> None:
 
 def test_samples_in_the_documents_have_the_lines_that_are_printed() -> None:
     """In their order, the verdict first; README leaves some out. Comparisons have lines of their own."""
-    printed = [*(label for label, _ in rows(example()) if label), "page"]
+    printed = [*(label for label, _ in terminal_rows(example()) if label), "page"]
     samples = []
     for page in ("README.md", "docs/diagnose.md"):
         text = (Path(__file__).parents[4] / page).read_text()

@@ -17,7 +17,7 @@ from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output import panels
 from trimtab.diagnosis.output.as_text import markdown
 from trimtab.diagnosis.output.html_page import page, top_tokens, write_page
-from trimtab.diagnosis.records import Cause, Measured, Settings
+from trimtab.diagnosis.records import Cause, Measured, Numerics
 from trimtab.errors import Finding
 from trimtab.pages.page import Cell, Chart
 
@@ -183,7 +183,7 @@ def test_a_reader_of_an_issue_finds_versions_settings_the_command_and_the_lines(
         top_p=np.array([0.9, 0.9, 0.9]),
         raw=np.zeros(3, dtype=bool),
     )
-    diagnosis = bare(origin={"settings": Settings("int8", "float32", "none", ("engine.quantize = int8",))})
+    diagnosis = bare(origin={"numerics": Numerics("int8", "float32", "none", ("engine.quantize = int8",))})
     diagnosis = replace(diagnosis, measured=replace(diagnosis.measured, sample=sample))
     texts = Reader(page(diagnosis, "trimtab diagnose 'a<b>.jsonl'")).texts
     for name in ("trimtab", "torch", "numpy"):
