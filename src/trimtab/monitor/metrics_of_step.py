@@ -74,9 +74,10 @@ def step_metrics(
     return Metrics(parts)
 
 
-def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> Metrics:
+def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None = None) -> Metrics:
     """Returns the metrics merged over all ranks, in one collective. Every rank must pass the same names."""
-    tensors = [getattr(part, field.name) for part in metrics.parts.values() for field in fields(part)]
+    parts = sorted(metrics.parts.items())
+    tensors = [getattr(part, field.name) for _, part in parts for field in fields(part)]
     flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
     gathered = flat.new_empty(dist.get_world_size(group) * flat.numel())
     dist.all_gather_into_tensor(gathered, flat, group=group)
@@ -84,7 +85,7 @@ def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> Metrics:
     def unpacked(row: Tensor) -> Metrics:
         values = zip(row.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
         each = (value.view(tensor.shape).to(tensor.dtype) for value, tensor in values)
-        parts = metrics.parts.items()
-        return Metrics({name: replace(part, **{one.name: next(each) for one in fields(part)}) for name, part in parts})
+        found = {name: replace(part, **{one.name: next(each) for one in fields(part)}) for name, part in parts}
+        return Metrics({name: found[name] for name in metrics.parts})
 
     return reduce(add, map(unpacked, gathered.view(-1, flat.numel())))

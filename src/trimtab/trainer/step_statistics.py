@@ -11,8 +11,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from trimtab.corrections import Mergeable, Sequences, log_ratio
+from trimtab.monitor.metrics_of_step import over_ranks
 from trimtab.objectives import mismatch
 from trimtab.objectives.state import Metrics
 from trimtab.trainer.packing import MicroBatch
@@ -105,24 +104,6 @@ def without_counts(metrics: Metrics) -> Metrics:
     return Metrics(parts)
 
 
-def all_reduce_metrics(metrics: Metrics, ranks: RankGroup) -> Metrics:
-    """Returns the merged metrics of all ranks; every rank must have the same names."""
-    local = {
-        f"{name}|{f.name}": value
-        for name, part in metrics.parts.items()
-        for f in fields(part)
-        if isinstance(value := getattr(part, f.name), Tensor)
-    }
-    by_rank = []
-    for data in ranks.gather(_to_bytes(local)):
-        values: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in load(data).items():
-            name, _, field_name = key.rpartition("|")
-            values.setdefault(name, {})[field_name] = tensor
-        by_rank.append(Metrics({name: replace(part, **values[name]) for name, part in metrics.parts.items()}))
-    return reduce(add, by_rank)
-
-
 def all_gather_tensors(local: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
     """Returns the tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
     tensors: dict[str, Tensor] = {}
@@ -139,7 +120,7 @@ def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:
     """Merges the statistics of all ranks, in place, on every rank."""
     stats.objective, stats.mismatch = (
-        None if metrics is None else all_reduce_metrics(metrics, ranks) for metrics in (stats.objective, stats.mismatch)
+        None if metrics is None else over_ranks(metrics) for metrics in (stats.objective, stats.mismatch)
     )
     kinds = {"mismatch_logps": stats.mismatch_logps, "perturbed": stats.perturbed, "drifts": stats.drifts}
     local = {f"{kind}|{row}": torch.from_numpy(of_row) for kind, rows in kinds.items() for row, of_row in rows.items()}
