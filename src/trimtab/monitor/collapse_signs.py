@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 from trimtab.intervals import least_fall
@@ -21,8 +19,8 @@ WATCHED: dict[str, Watched] = {
     "undelivered": "mismatch",
 }
 """Alarm of the monitor that is a sign of a collapse -> what it watches."""
-FALSE_FALLS = 0.01
-"""Chance that any two evaluations of a policy that does not change lie outside the interval of their difference."""
+LEVEL_99 = 2.576
+"""Standard errors of a 99% interval; 99%, because every evaluation is compared with the best one so far."""
 
 
 class Evaluation(NamedTuple):
@@ -81,15 +79,9 @@ def _since_the_start(name: str, steps: Sequence[Step]) -> bool:
 
 
 def accuracy_falls(evaluations: Sequence[Evaluation]) -> Sign | None:
-    """Returns a sign if the last evaluation is below the best: the interval of their difference excludes 0.
-
-    The more evaluations, the higher the best one is by chance: the error of the interval (Newcombe 1998) is
-    `FALSE_FALLS` divided by the number of pairs of evaluations (Bonferroni).
-    """
+    """Returns a sign if the last evaluation is below the best: the fall's 99% interval (Newcombe 1998) excludes 0."""
     best, last = max(evaluations, key=lambda one: one.accuracy), evaluations[-1]
-    pairs = max(1, math.comb(len(evaluations), 2))
-    z = NormalDist().inv_cdf(1 - FALSE_FALLS / pairs / 2)
-    if not least_fall(best.accuracy, last.accuracy, last.problems, z) > 0:
+    if not least_fall(best.accuracy, last.accuracy, last.problems, LEVEL_99) > 0:
         return None
     detail = (
         f"{last.accuracy:.2f} on {last.problems:.0f} held-out problems after step {last.step}, "
