@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,14 @@ class Rescored(Feature):
         self._given = [(micro, score(learner.model, micro.tokens).logp) for micro in batches[-1]]  # pyright: ignore
 
     @torch.no_grad()
-    def after_updates(self, learner: PolicyLearner) -> None:
+    def after_updates(self, learner: PolicyLearner) -> Mapping[str, int]:
         total, count = 0.0, 0
         for micro, before in self._given:
             after = score(learner.model, micro.tokens).logp  # pyright: ignore
             for new, old in zip(after[micro.mask].tolist(), before[micro.mask].tolist(), strict=True):
                 total, count = total + math.exp(new - old) - 1 - (new - old), count + 1
         self.expected.append(total / count)
+        return {}
 
 
 @contextmanager
