@@ -215,9 +215,9 @@ def offline() -> Iterable[str]:
 def healthy(store: Store, out: Path, workers: int, count: int) -> Iterable[str]:
     """Trains runs that did not fall, of cells that do not fail, with the guard: how many returned, their accuracy."""
     failing = {(cell.regime, cell.failing) for cell in CELLS}  # their runs are in the table of these cells
-    rows = [row for row, kind, _ in signs() if kind == UNHARMED and row["part"] == "map"]
-    random.Random(0).shuffle(rows)
-    rows = [row for row in rows if (row["regime"], row["method"]) not in failing][:count]
+    unharmed = [row for row, kind, _ in signs() if kind == UNHARMED and row["part"] == "map"]
+    random.Random(0).shuffle(unharmed)
+    rows = [row for row in unharmed if (row["regime"], row["method"]) not in failing][:count]
     runs: list[PlannedRun] = []
     for row in rows:
         # Where a step has few updates, every step may be the last one before a collapse.
@@ -235,6 +235,9 @@ def healthy(store: Store, out: Path, workers: int, count: int) -> Iterable[str]:
                 f"{result(with_guard):.3f} with, returned {returned(with_guard):g} times"
             )
     yield f"{sum(not returned(one) for _, one in pairs)} of {len(pairs)} runs that did not fall did not return"
+    keys = [(HEALTHY, row["method"], row["regime"], row["seed"]) for row in unharmed]
+    others = [store.rows[key] for key in keys if key in store.rows and (key[2], key[1]) in failing]
+    yield f"of cells that fail, {sum(map(bool, map(returned, others)))} of {len(others)} such runs returned"
     yield f"with the guard less without: {interval(result(one) - row['accuracy'] for row, one in pairs)}"
 
 
