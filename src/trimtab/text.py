@@ -114,22 +114,20 @@ def number(value: Any) -> str:
 
 
 def short(value: float) -> str:
-    """Returns a number with two significant digits, such as 0.26 or 1.9e-3; integers from 100 to 1,000 with three."""
-    if value == 0:
-        return "0"
+    """Returns a number with two significant digits, such as 0.26 or 1.9e-3; integers from 100 to 1,000 with three.
+
+    0 is "0", and NaN is "–".
+    """
+    if value == 0 or math.isnan(value):
+        return "0" if value == 0 else "–"
     if 99.5 <= abs(value) < 999.5:
         return f"{value:.0f}"
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
 
 
-def format_number(value: float) -> str:
-    """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
-    return short(value) if math.isfinite(value) else "–"
-
-
 def format_signed(value: float) -> str:
-    """Formats a number with a typographic minus."""
-    return f"−{format_number(-value)}" if value < 0 else format_number(value)
+    """Formats a number as `short` does, with a typographic minus."""
+    return f"−{short(-value)}" if value < 0 else short(value)
 
 
 def format_percent(share: float) -> str:
