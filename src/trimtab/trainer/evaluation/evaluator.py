@@ -122,14 +122,12 @@ def _sample(
     prompts = list(numbered.values())
     if not prompts:
         return []
+    generate: Callable[..., list[list[Completion]]] = engine.generate
     if episodes is not None:
         # Not the seed itself: training and evaluation must not use the same random environments.
         base = _derive_seed(seeds[0])
-        reset_seeds = [reset_seed(base, position) for position in numbered]
-        return episodes.generate(
-            engine.generate, prompts, samples, sampling, seed=_derive_seed(*seeds), reset_seeds=reset_seeds
-        )
-    return engine.generate(prompts, samples, sampling, seed=_derive_seed(*seeds))
+        generate = partial(episodes.generate, generate, reset_seeds=[reset_seed(base, at) for at in numbered])
+    return generate(prompts, samples, sampling, seed=_derive_seed(*seeds))
 
 
 def _derive_seed(*words: int) -> int:
