@@ -110,7 +110,7 @@ def number(value: Any) -> str:
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}"
-    return power(value, 2) if size < 1e-3 else f"{value:.4g}"
+    return short_exponent(f"{value:.2e}") if size < 1e-3 else f"{value:.4g}"
 
 
 def short(value: float) -> str:
@@ -122,7 +122,7 @@ def short(value: float) -> str:
         return "0" if value == 0 else "–"
     if 99.5 <= abs(value) < 999.5:
         return f"{value:.0f}"
-    return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
+    return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else short_exponent(f"{value:.1e}")
 
 
 def format_signed(value: float) -> str:
@@ -168,11 +168,6 @@ def beside(value: float, bounds: Iterable[float], form: Callable[[float], str] =
 
 def _side(value: float, bound: float) -> int:
     return (value > bound) - (value < bound)
-
-
-def power(value: float, digits: int) -> str:
-    """Returns scientific notation without padding of the exponent: 1.9e-3 instead of 1.9e-03."""
-    return short_exponent(f"{value:.{digits}e}")
 
 
 def short_exponent(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_distinct
 from trimtab.trainer import environments, rewards, tasks
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments import BuiltEnvironment
@@ -256,7 +256,7 @@ def compare(
     modes = settings.modes()
     model_specs = [ModelSpec(one, partial(nullcontext, one)) if isinstance(one, str) else one for one in models]
     task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
-    _require_distinct("model", [spec.label for spec in model_specs])
+    require_distinct("model", [spec.label for spec in model_specs])
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
         prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # rewards fork: before torch is imported
@@ -296,13 +296,8 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
             environment.refuse_unused_rewards("[[reward]]" if spec.reward else None)
         adapted = task if environment is None else environment.adapt(task)
         prepared_tasks.append(_PreparedTask(label, adapted, problems, scorer, environment))
-    _require_distinct("task", [prepared.label for prepared in prepared_tasks])
+    require_distinct("task", [prepared.label for prepared in prepared_tasks])
     return prepared_tasks
-
-
-def _require_distinct(kind: str, labels: Sequence[str]) -> None:
-    if twice := next((label for label in labels if labels.count(label) > 1), None):
-        raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
 def _open_model(spec: ModelSpec, settings: Settings) -> tuple[LoadedModel, Engine]:
