@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -80,6 +80,12 @@ def neighbors(path: Path) -> str:
     names = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
     close = difflib.get_close_matches(path.name, set(names) - {path.name}, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
+
+
+def require_distinct(kind: str, names: Sequence[str]) -> None:
+    """Raises `TrimtabError` if a name occurs twice; `kind` is what is named."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise TrimtabError(f"{kind} {twice!r} is named twice; name each once")
 
 
 def error_text(error: BaseException) -> str:

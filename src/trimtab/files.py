@@ -14,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ RAISE_LIMITS = f"{LIMITS}=4 in the environment allows four times as much"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TEMPORARY = ".trimtab-tmp-"
 """Prefix of the names of files and folders that are being written."""
+REPLACED = ".trimtab-old-"
+"""Prefix of the name of a folder that is being replaced."""
 
 
 def limit(bound: int) -> int:
@@ -135,6 +138,49 @@ def _as_os_error(error: Exception) -> OSError | None:
         return error
     code = re.search(r"(.*) \(os error (\d+)\)", str(error))
     return OSError(int(code[2]), code[1]) if code else None
+
+
+@contextmanager
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yields an empty folder that is renamed to `path` if the block ends without an error, and removed otherwise.
+
+    With `replace` an existing `path` is replaced (it remains as `.trimtab-old-<name>` if the process dies between the
+    two renames); without it a `path` that is not empty is an error. The files get the permissions of the umask.
+    Raises `TrimtabError`, naming `path`, for errors of the disk.
+    """
+    with readable_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_path(path)
+        temporary.mkdir()
+        try:
+            yield temporary
+            _apply_umask(temporary)
+            for item in (*temporary.rglob("*"), temporary):
+                sync(item)
+            if replace and path.exists():
+                replaced = path.with_name(f"{REPLACED}{path.name}")
+                if replaced.exists():
+                    shutil.rmtree(replaced)
+                path.rename(replaced)
+                temporary.rename(path)
+                shutil.rmtree(replaced)
+            else:
+                temporary.rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        sync(path.parent)
+
+
+def _apply_umask(folder: Path) -> None:
+    """Sets the permissions of all files in a new folder by the umask; safetensors creates files as 0600.
+
+    The umask is taken from the mode of the folder, since the umask itself can only be read by setting it, for all
+    threads.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for item in folder.rglob("*"):
+        if item.is_file():
+            item.chmod(mode)
 
 
 class Unpacked(io.RawIOBase):

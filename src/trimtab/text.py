@@ -110,26 +110,24 @@ def number(value: Any) -> str:
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}"
-    return power(value, 2) if size < 1e-3 else f"{value:.4g}"
+    return short_exponent(f"{value:.2e}") if size < 1e-3 else f"{value:.4g}"
 
 
 def short(value: float) -> str:
-    """Returns a number with two significant digits, such as 0.26 or 1.9e-3; integers from 100 to 1,000 with three."""
-    if value == 0:
-        return "0"
+    """Returns a number with two significant digits, such as 0.26 or 1.9e-3; integers from 100 to 1,000 with three.
+
+    0 is "0", and NaN is "–".
+    """
+    if value == 0 or math.isnan(value):
+        return "0" if value == 0 else "–"
     if 99.5 <= abs(value) < 999.5:
         return f"{value:.0f}"
-    return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else power(value, 1)
-
-
-def format_number(value: float) -> str:
-    """Formats a number with two significant digits; 0 as 0, values that are not finite as a dash."""
-    return short(value) if math.isfinite(value) else "–"
+    return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else short_exponent(f"{value:.1e}")
 
 
 def format_signed(value: float) -> str:
-    """Formats a number with a typographic minus."""
-    return f"−{format_number(-value)}" if value < 0 else format_number(value)
+    """Formats a number as `short` does, with a typographic minus."""
+    return f"−{short(-value)}" if value < 0 else short(value)
 
 
 def format_percent(share: float) -> str:
@@ -170,11 +168,6 @@ def beside(value: float, bounds: Iterable[float], form: Callable[[float], str] =
 
 def _side(value: float, bound: float) -> int:
     return (value > bound) - (value < bound)
-
-
-def power(value: float, digits: int) -> str:
-    """Returns scientific notation without padding of the exponent: 1.9e-3 instead of 1.9e-03."""
-    return short_exponent(f"{value:.{digits}e}")
 
 
 def short_exponent(text: str) -> str:

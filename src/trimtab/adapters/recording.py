@@ -29,8 +29,7 @@ from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.files import readable_errors, replace_file
 from trimtab.monitor import Monitor
-from trimtab.monitor.response_sample import response_rows as response_rows
-from trimtab.monitor.response_sample import trained_length
+from trimtab.monitor.response_sample import response_rows, trained_length
 from trimtab.objectives import PolicyLogps
 
 STOP_ON = "TRIMTAB_STOP_ON"

@@ -19,7 +19,7 @@ from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.measure.size import CLUSTERS
 from trimtab.diagnosis.measure.trained_tokens import TrainedTokens
 from trimtab.intervals import Interval, cluster_intervals
-from trimtab.text import format_number, format_percent
+from trimtab.text import format_percent, short
 
 TAIL = 0.01  # share of the tokens that form the tail: those with the largest |log-ratio|
 _FEWEST_CLUSTERS = 5  # no intervals if a side has fewer clusters
@@ -193,4 +193,4 @@ def _change_text(change: Interval, equal: float, form: Callable[[float], str], u
 
 def _factor(value: float) -> str:
     """Formats a factor: 0.46, 2.2, 74, 270; very small and very large ones as powers of ten."""
-    return f"{value:,.0f}" if 10 <= value < 1e5 else format_number(value)
+    return f"{value:,.0f}" if 10 <= value < 1e5 else short(value)

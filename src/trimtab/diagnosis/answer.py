@@ -34,7 +34,7 @@ from trimtab.diagnosis.records import (
 from trimtab.errors import Finding
 from trimtab.intervals import Interval
 from trimtab.runs.metric_catalog import K3, band_text, bounds, judge, k3_ranges
-from trimtab.text import beside, format_count, format_number, format_percent, number, short_exponent
+from trimtab.text import beside, format_count, format_percent, number, short, short_exponent
 
 WIDE = 3.0  # if high / low of the mean ratio's interval is larger, it does not support a mean of 1
 CLOSE = 1e-3  # a mean ratio this close to 1 is accepted, however narrow its interval is
@@ -57,7 +57,7 @@ FIGURES: Mapping[str, tuple[str, str]] = {key: tuple(text) for key, text in read
 """Name and meaning of each figure, in reading order."""
 
 
-def format_interval(interval: Interval | None, form: Callable[[float], str] = format_number) -> str:
+def format_interval(interval: Interval | None, form: Callable[[float], str] = short) -> str:
     """Formats the ends as `1.7e-4 to 2.1e-4`; empty if they are not known."""
     if interval is None or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
         return ""
@@ -71,7 +71,7 @@ def overrides_text(overrides: Mapping[str, Any]) -> str:
 def _form(key: str) -> Callable[[float], str]:
     if key in ("ratio_mean", "ppl_ratio", "pearson"):  # near 1, where four digits are too few
         return lambda value: short_exponent(f"{value:.5g}") if math.isfinite(value) else "–"
-    return format_number if key in ("k1", "k2", "k3", "chi2_token") else number
+    return short if key in ("k1", "k2", "k3", "chi2_token") else number
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def _size_text(measured: Measured) -> str:
     by = f"{100 * math.expm1(difference):.2g}%" if difference < 0.4 else f"a factor of e^{difference:.2g}"
     apart = f"; the two probabilities of a token differ by {by} on average" if math.isfinite(difference) else ""
     text = f"k3 (KL divergence) {Figure.of(size, 'k3').text} nats per token: {range_text(size)}"
-    return f"{text}{apart}; rounding alone causes {format_number(size.floor)}"
+    return f"{text}{apart}; rounding alone causes {short(size.floor)}"
 
 
 def _masked_text(origin: DataSummary) -> str:
@@ -320,7 +320,7 @@ def _masked_text(origin: DataSummary) -> str:
         return ""
     return (
         f"without {format_count(masked.responses, 'response')} ({masked.share:.0%}) that the trainer masks out of its "
-        f"loss: k3 is {format_number(masked.k3)} over them, {format_number(masked.k3_with)} over all"
+        f"loss: k3 is {short(masked.k3)} over them, {short(masked.k3_with)} over all"
     )
 
 
@@ -354,7 +354,7 @@ def _split_text(measured: Measured) -> str:
     parts = []
     for name, value in (("mismatch", split.mismatch), ("staleness", split.staleness)):
         ends = format_interval(split.intervals.get(name))
-        parts.append(f"{name} {format_number(value)}{f' ({ends})' if ends else ''}")
+        parts.append(f"{name} {short(value)}{f' ({ends})' if ends else ''}")
     return f"k3 of the drift: {', '.join(parts)}"
 
 

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from trimtab.text import power, short_exponent
+from trimtab.text import short_exponent
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
@@ -183,7 +183,7 @@ def start_at_zero(axes: Axes, top: float | None = None) -> None:
 def short_power(value: float) -> str:
     """Returns a number as text: 2e-3 for 0.002; 0 and magnitudes from 0.01 to 1000 have no exponent."""
     size = abs(value)
-    text = f"{size:g}" if value == 0 or 0.01 <= size < 1000 else power(size, 0)
+    text = f"{size:g}" if value == 0 or 0.01 <= size < 1000 else short_exponent(f"{size:.0e}")
     return f"\N{MINUS SIGN}{text}" if value < 0 else text
 
 

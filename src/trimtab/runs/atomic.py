@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from trimtab.files import TEMPORARY, readable_errors, replace_file, sync, temporary_path
-
-REPLACED = ".trimtab-old-"
+from trimtab.files import REPLACED, TEMPORARY, readable_errors, replace_file, sync, temporary_path
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -36,37 +32,6 @@ def write_output(path: Path, data: bytes) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Replaces the file `path` by `text` (UTF-8) atomically."""
     write_bytes(path, text.encode())
-
-
-@contextmanager
-def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder that is renamed to `path` if the block ends without an error, and removed otherwise.
-
-    With `replace` an existing `path` is replaced (it remains as `.trimtab-old-<name>` if the process dies between the
-    two renames); without it a `path` that is not empty is an error. The files get the permissions of the umask.
-    Raises `TrimtabError`, naming `path`, for errors of the disk.
-    """
-    with readable_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_path(path)
-        temporary.mkdir()
-        try:
-            yield temporary
-            _apply_umask(temporary)
-            for item in (*temporary.rglob("*"), temporary):
-                sync(item)
-            if replace and path.exists():
-                replaced = path.with_name(f"{REPLACED}{path.name}")
-                if replaced.exists():
-                    shutil.rmtree(replaced)
-                path.rename(replaced)
-                temporary.rename(path)
-                shutil.rmtree(replaced)
-            else:
-                temporary.rename(path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        sync(path.parent)
 
 
 def remove_folder(path: Path) -> None:
@@ -106,15 +71,3 @@ def append(descriptor: int, data: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, end)
         raise
-
-
-def _apply_umask(folder: Path) -> None:
-    """Sets the permissions of all files in a new folder by the umask; safetensors creates files as 0600.
-
-    The umask is taken from the mode of the folder, since the umask itself can only be read by setting it, for all
-    threads.
-    """
-    mode = folder.stat().st_mode & 0o666
-    for item in folder.rglob("*"):
-        if item.is_file():
-            item.chmod(mode)

@@ -71,7 +71,9 @@ def record_start(
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         with suppress(OSError, TrimtabError):  # on a full disk or with a damaged file the original error is more useful
             ended = _ending(run, started, first_step, "stopped" if stopped else "failed")
-            _write(run, [*earlier, start | ended | {"error": None if stopped else _first_line(error)}])
+            line, kind = first_line(error), type(error).__name__
+            text = line if isinstance(error, TrimtabError) or line == kind else f"{kind}: {line}"
+            _write(run, [*earlier, start | ended | {"error": None if stopped else text[:300]}])
         raise
     _write(run, [*earlier, start | _ending(run, started, first_step, "finished")])
 
@@ -120,12 +122,6 @@ def hardware() -> dict[str, Any]:
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns the first line of an error, at most 300 characters; with its type unless it is a `TrimtabError`."""
-    line, kind = first_line(error), type(error).__name__
-    return (line if isinstance(error, TrimtabError) or line == kind else f"{kind}: {line}")[:300]
 
 
 def _write(run: RunDirectory, parts: list[dict[str, Any]]) -> None:

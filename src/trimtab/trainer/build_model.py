@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError, first_line
-from trimtab.runs import atomic
+from trimtab.files import new_folder
 from trimtab.trainer.config import LABORATORY_MODELS, Config
 from trimtab.trainer.models import invariant
 from trimtab.trainer.models.architecture import decoder_stack
@@ -139,7 +139,7 @@ def use_fused_norms(model: nn.Module) -> None:
 
 def save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Writes the files that engines and `empty_model` need: config, generation config, tokenizer."""
-    with atomic.new_folder(folder, replace=True) as temporary:
+    with new_folder(folder, replace=True) as temporary:
         model.config.save_pretrained(temporary)
         if model.generation_config is not None:
             # Not save_pretrained, which refuses generation settings that some published models have.

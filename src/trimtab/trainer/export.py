@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.errors import TrimtabError, did_you_mean, neighbors
-from trimtab.runs import atomic
+from trimtab.files import new_folder
 from trimtab.runs.layout import CHECKPOINTS, CONFIG, MODEL, best_checkpoint, checkpoint_folder, list_checkpoints
 from trimtab.trainer.build_model import empty_model
 from trimtab.trainer.checkpoint import state_tensors, store
@@ -64,7 +64,7 @@ def export_adapter(run: Path, dest: Path, which: str = "last") -> Path:
     if not config.model.lora.rank:
         raise TrimtabError(f"{run} trained every weight (model.lora.rank = 0): export it without --adapter")
     adapted = _with_adapters(run / MODEL, config, checkpoint.tensors["model"])
-    with atomic.new_folder(dest) as temporary:
+    with new_folder(dest) as temporary:
         _save_adapter(adapted, temporary, config.model.path)
     return dest
 
@@ -87,7 +87,7 @@ def export(run: Path, dest: Path, which: str = "last") -> Path:
     if dest.exists():
         raise TrimtabError(f"{dest} already exists: choose another folder")
     model, _, _ = restore(run, which)
-    with atomic.new_folder(dest) as temporary, silence_transformers():
+    with new_folder(dest) as temporary, silence_transformers():
         model.save_pretrained(temporary)
         # Except config.json: save_pretrained wrote it with the dtype of the exported weights.
         shutil.copytree(run / MODEL, temporary, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)

@@ -33,7 +33,6 @@ from trimtab.trainer import step_statistics
 from trimtab.trainer.batch_preparation import Batch, prepare_batch
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.features.feature import StepRecord
-from trimtab.trainer.guard import Guard
 from trimtab.trainer.held_out import HeldOut
 from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.observer import Moment, Sink
@@ -50,7 +49,6 @@ from trimtab.types import Engine
 class Trainer(snapshot.TrainerState):
     """The state of one run and its training loop."""
 
-    guard: Guard
     held_out: Sequence[HeldOut] = ()  # the problems of the run's own task come first
     sinks: Sequence[Sink] = ()
     stop: Stop = field(default_factory=Stop)
@@ -235,16 +233,6 @@ class Trainer(snapshot.TrainerState):
         evaluated = self._evaluate("after")
         self.run.log({"step": self.step, "updates": self.learner.updates, **marks, **evaluated})
         snapshot.save(self, {})
-
-    def guard_state(self) -> Mapping[str, Any]:
-        return self.guard.saved_state()
-
-    def load_guard_state(self, saved: Mapping[str, Any]) -> None:
-        self.guard.load(self, saved)
-
-    def needed_checkpoints(self) -> set[int]:
-        """Returns the steps of checkpoints that the guard may return to."""
-        return self.guard.needed_checkpoints(self)
 
     def _stop_if_requested(self) -> None:
         """Saves a checkpoint and raises `Stopped` if any rank was asked to end the run. Called between two steps."""

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from trimtab.errors import TrimtabError
-from trimtab.runs import atomic
+from trimtab.files import new_folder
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, OptimConfig, load_config
 from trimtab.trainer.memory import micro_batch_tokens
@@ -46,7 +46,7 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
     observer.started(config, "loss = mean over gold tokens of -log π", config.sft.steps, out)
     with repeatable(default_device()):
         metrics = _fit(config, task, loaded, observer)
-    with atomic.new_folder(out) as temporary, silence_transformers():
+    with new_folder(out) as temporary, silence_transformers():
         loaded.model.save_pretrained(temporary)
         loaded.tokenizer.save_pretrained(temporary)
     observer.finished(metrics, None)

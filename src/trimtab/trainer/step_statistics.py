@@ -107,14 +107,11 @@ def without_counts(metrics: Metrics) -> Metrics:
 def all_gather_tensors(local: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
     """Returns the tensors of all ranks by name, on the CPU; no two ranks may use the same name."""
     tensors: dict[str, Tensor] = {}
-    for data in ranks.gather(_to_bytes(local)):
+    # Copies, because safetensors refuses tensors that share memory.
+    own = save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in local.items()})
+    for data in ranks.gather(own):
         tensors |= load(data)
     return tensors
-
-
-def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    # Copies, because safetensors refuses tensors that share memory.
-    return save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()})
 
 
 def all_reduce_statistics(stats: StepStatistics, ranks: RankGroup) -> None:

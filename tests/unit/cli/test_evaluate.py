@@ -133,8 +133,8 @@ def test_a_run_that_is_measured_without_its_tools_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["laboratory", "laboratory", "--task", "sort"], "'laboratory' is given twice"),
-        (["laboratory", "--task", "sort", "--task", "sort"], "'sort' is given twice"),
+        (["laboratory", "laboratory", "--task", "sort"], "'laboratory' is named twice"),
+        (["laboratory", "--task", "sort", "--task", "sort"], "'sort' is named twice"),
         (["laboratory", "--task", "sort", "--samples", "4", "--temperature", "0"], "samples = 4 at temperature 0"),
         (["laboratory", "--task", "sort", "--dtype", "float16"], "'float16'"),
         (["laboratory", "--task", "sort", "--top-p", "0"], "top_p = 0: it must be above 0 and at most 1"),

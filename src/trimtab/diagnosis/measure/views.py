@@ -77,11 +77,6 @@ def label_ranges(starts: Sequence[int]) -> list[str]:
     return [*bounded, f"{starts[-1]} and more"]
 
 
-def _label_probabilities() -> list[str]:
-    ends = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
-    return [f"below {ends[1]}", *(f"{low} - {high}" for low, high in itertools.pairwise(ends[1:]))]
-
-
 def _decile(tokens: TrainedTokens) -> np.ndarray:
     table = tokens.table
     return tokens.at_tokens(DECILES * table.position // table.at_tokens(table.lengths))
@@ -111,13 +106,14 @@ def _entropy(tokens: TrainedTokens) -> np.ndarray | None:
     return np.clip(bins, 0, len(_ENTROPIES) - 2)
 
 
+_ENDS = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
 FIRST_AGES = dict(zip(("newer than the trainer", *label_ranges(_AGES)), (-1, *_AGES), strict=True))
 """Smallest age of each bin by its label."""
 AXES = (
     Axis(
         "probability",
         lambda tokens: probability_bin(tokens.behavior),
-        _label_probabilities(),
+        [f"below {_ENDS[1]}", *(f"{low} - {high}" for low, high in itertools.pairwise(_ENDS[1:]))],
         PROBABILITY_EDGES,
         is_whole=True,
     ),

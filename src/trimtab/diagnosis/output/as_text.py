@@ -14,7 +14,7 @@ from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import FIGURES, Answer, Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.text import code_span, format_number, format_percent, markdown_text, one_line
+from trimtab.text import code_span, format_percent, markdown_text, one_line, short
 
 LABEL = 10  # smallest width of the labels on the terminal
 MISSING = 3  # largest number of absent columns for which the terminal explains each
@@ -94,7 +94,7 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
     if (outcome := answer.outcome) is not None:
         texts.append(
             f"on this data it keeps {format_percent(outcome.kept)} of the tokens, changes "
-            f"{format_percent(outcome.changed)} of the weights, leaves ESS {format_number(outcome.ess)}"
+            f"{format_percent(outcome.changed)} of the weights, leaves ESS {short(outcome.ess)}"
         )
     return texts
 

@@ -18,7 +18,7 @@ from trimtab.diagnosis.output.panels import size_panels, view_panels
 from trimtab.diagnosis.records import Cause, read_table
 from trimtab.pages.page import Card, Cell, Charts, Note, Page, Part, Section, Table, Tiles, Verdict, findings_table
 from trimtab.runs.atomic import write_output
-from trimtab.text import format_number, format_percent, format_signed
+from trimtab.text import format_percent, format_signed, short
 
 ANSWERS = {"": "What was found", "Also": "Also found", "First": "What to do first"}
 TILES = 4
@@ -145,7 +145,7 @@ def top_tokens(diagnosis: Diagnosis) -> list[Sequence[str | Cell]]:
             f"{int(view.count[index]):,}",
             format_percent(tokens[index]),
             _bar(k3[index]),
-            format_number(view.k3[index]),
+            short(view.k3[index]),
             format_signed(view.log_ratio_mean[index]),
         )
         for index in ranked[:MOST_TOKENS]
@@ -183,8 +183,8 @@ def _advice(diagnosis: Diagnosis) -> Section:
             f"{overrides_text(outcome.overrides) or 'published'}{' (data)' if outcome.calibrated else ''}",
             _bar(outcome.kept),
             _bar(outcome.changed),
-            _bar(outcome.ess, format_number),
-            _bar(outcome.bias, format_number, most),
+            _bar(outcome.ess, short),
+            _bar(outcome.bias, short, most),
             Cell("recommended", tone="good") if outcome is best else outcome.note,
         )
         for outcome in diagnosis.outcomes

@@ -33,7 +33,7 @@ from trimtab.pages.charts import (
 )
 from trimtab.pages.page import Chart, Note
 from trimtab.runs.metric_catalog import k3_ranges
-from trimtab.text import format_number, format_percent, format_signed, short, short_exponent
+from trimtab.text import format_percent, format_signed, short, short_exponent
 
 _TICKS = 8  # labels below a chart of bins, before they run into each other
 _SHORT = {"newer than the trainer": "newer"}
@@ -96,7 +96,7 @@ def _ranges(size: MismatchSize) -> Chart:
         TEXTS["charts"]["ranges"],
         f"k3 {Figure.of(size, 'k3').value}",
         draw("Size of the mismatch", paint, size=(WIDTH, 1.9)),
-        f"{range_text(size)}. Rounding of the stored log-probs alone causes {format_number(size.floor)}.",
+        f"{range_text(size)}. Rounding of the stored log-probs alone causes {short(size.floor)}.",
     )
 
 
@@ -151,11 +151,11 @@ def _k3_over_steps(steps: np.ndarray, k3: np.ndarray, floor: float) -> Chart:
         axes.set_ylim(bottom, top)
 
     part, highest = max(len(k3) // 4, 1), int(np.nanargmax(k3))
-    first, last = (format_number(float(np.nanmedian(quarter))) for quarter in (k3[:part], k3[-part:]))
-    peak = f"{format_number(k3[highest])} at step {steps[highest]:.0f}"
+    first, last = (short(float(np.nanmedian(quarter))) for quarter in (k3[:part], k3[-part:]))
+    peak = f"{short(k3[highest])} at step {steps[highest]:.0f}"
     return _panel(
         TEXTS["charts"]["k3"],
-        f"{format_number(k3[0])} → {format_number(k3[-1])}",
+        f"{short(k3[0])} → {short(k3[-1])}",
         draw("k3 over steps", paint, legend=True, steps=True),
         f"Median of the first quarter {first}, of the last {last}; highest {peak}.",
     )
@@ -171,10 +171,10 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
             )
         axes.set(ylim=(0, 1.05), ylabel="share of the samples")
 
-    ends = [f"{name} {format_number(of[0])} at first, {format_number(of[-1])} at last" for name, of in curves.items()]
+    ends = [f"{name} {short(of[0])} at first, {short(of[-1])} at last" for name, of in curves.items()]
     return _panel(
         TEXTS["charts"]["ess"],
-        f"lowest {format_number(min(float(np.nanmin(values)) for values in curves.values()))}",
+        f"lowest {short(min(float(np.nanmin(values)) for values in curves.values()))}",
         draw("Effective sample size over steps", paint, legend=True, steps=True),
         f"{'; '.join(ends)}.",
     )
@@ -204,17 +204,17 @@ def _chart(view: View, measured: Measured, texts: Mapping[str, str]) -> Chart:
     if view.edges is not None and view.name in ("probability", "entropy"):
         svg, width = _envelope(view, texts["axis"]), view.high - view.low
         widest = int(np.argmax(np.where(_thick(view), width, -np.inf)))
-        now = f"widest {format_number(width[widest])} nats"
+        now = f"widest {short(width[widest])} nats"
         result = (
-            f"Widest at {short_exponent(view.labels[widest])} ({format_number(width[widest])} nats, "
+            f"Widest at {short_exponent(view.labels[widest])} ({short(width[widest])} nats, "
             f"{format_percent(tokens[widest])} of the tokens, {format_percent(k3[widest])} of the mismatch); "
             f"{_ends(view, width, bins)}."
         )
     else:
         svg = _bars(view, measured.size.mismatch["k3"], texts)
         best = bins[int(np.argmax(view.k3[bins]))] if len(bins) else 0
-        now = f"highest {format_number(view.k3[best])}"
-        result = f"k3 {_ends(view, view.k3, bins)}; highest {format_number(view.k3[best])} at {view.labels[best]}."
+        now = f"highest {short(view.k3[best])}"
+        result = f"k3 {_ends(view, view.k3, bins)}; highest {short(view.k3[best])} at {view.labels[best]}."
     return _panel(texts, now, svg, f"{result} Mean log-ratio {_ends(view, view.log_ratio_mean, bins)}.")
 
 

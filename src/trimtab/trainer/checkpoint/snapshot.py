@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
 from trimtab.files import parse_toml
@@ -23,6 +23,9 @@ from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.stop import IdleSteps
 
+if TYPE_CHECKING:
+    from trimtab.trainer.guard import Guard
+
 KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare", "guard")
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
 
@@ -36,17 +39,9 @@ class TrainerState(ABC):
     learner: Learner
     run: RunDirectory
     observer: Observer
+    guard: Guard
     idle: IdleSteps = field(default_factory=IdleSteps)
     step: int = 0  # finished steps; `learner.updates` counts optimizer updates
-
-    @abstractmethod
-    def guard_state(self) -> Mapping[str, Any]: ...
-
-    @abstractmethod
-    def load_guard_state(self, saved: Mapping[str, Any]) -> None: ...
-
-    @abstractmethod
-    def needed_checkpoints(self) -> set[int]: ...
 
     @abstractmethod
     def log_restored(self, marks: Mapping[str, Any]) -> None: ...
@@ -60,7 +55,7 @@ def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = 
     """
     run = trainer.run
     current_ranks().run_on_all_ranks(run.finish_saving)
-    needed, later = trainer.needed_checkpoints(), None if wait else run.finish_later
+    needed, later = trainer.guard.needed_checkpoints(trainer), None if wait else run.finish_later
     store.save(run.checkpoint_root, trainer.step, *capture(trainer, evaluated), later=later)
     if wait:
         store.mark_best(run.checkpoint_root, trainer.step, *_best(trainer, evaluated))
@@ -115,7 +110,7 @@ def capture(
         "optimizer": groups,
         "random": state_tensors.rng_state(),
         "features": {type(feature).__name__: feature.state() for feature in learner.features},
-        "guard": trainer.guard_state(),
+        "guard": trainer.guard.saved_state(),
     }
     return tensors, meta, files
 
@@ -126,7 +121,7 @@ def resume(trainer: TrainerState) -> None:
     _check_same_recipe(run, trainer.config)
     checkpoint = store.latest(run.checkpoint_root, notify=trainer.observer.message)
     if checkpoint is not None:
-        trainer.load_guard_state(checkpoint.meta["guard"])  # may raise, so before anything changes on the disk
+        trainer.guard.load(trainer, checkpoint.meta["guard"])  # may raise, so before anything changes on the disk
     if run.writes:
         atomic.write_text(run.path / CONFIG, trainer.config.dump())
     run.truncate_after(-1 if checkpoint is None else checkpoint.step)

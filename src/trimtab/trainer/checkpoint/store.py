@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
-from trimtab.files import parse_json, regular_file
+from trimtab.files import new_folder, parse_json, regular_file
 from trimtab.runs import atomic
 from trimtab.runs.layout import BEST, best_checkpoint, checkpoint_folder, checkpoint_step, list_checkpoints
 from trimtab.trainer.checkpoint.sharded_sections import Shards, write
@@ -79,7 +79,7 @@ def save(
     with ExitStack() as stack:
 
         def start() -> str:
-            return str(stack.enter_context(atomic.new_folder(folder, replace=True))) if ranks.is_leader else ""
+            return str(stack.enter_context(new_folder(folder, replace=True))) if ranks.is_leader else ""
 
         temporary = Path(ranks.broadcast(ranks.run_on_all_ranks(start).encode()).decode())
         local = ranks.run_on_all_ranks(partial(_write_shards, folder, temporary, sharded, ranks.rank))

@@ -204,10 +204,6 @@ def _tokens(config: Config) -> Iterator[str]:
         )
 
 
-def _has_engine_processes(config: Config) -> bool:
-    return config.engine_processes > 0 or (config.placement == "ray" and config.engine.type != "server")
-
-
 # For each key or section: its condition for having an effect, in words and as a function of the recipe.
 EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("prefix.ratio", 'prefix.rule = "length"', lambda c: c.prefix is not None and c.prefix.rule == "length"),
@@ -221,7 +217,11 @@ EFFECTS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         'engines on this machine (placement = "local", engine.type "embedded" or "vllm")',
         lambda c: c.placement == "local" and c.engine.type != "server",
     ),
-    ("engine.hang_timeout", "engines in separate processes (engine.workers)", _has_engine_processes),
+    (
+        "engine.hang_timeout",
+        "engines in separate processes (engine.workers)",
+        lambda c: c.engine_processes > 0 or (c.placement == "ray" and c.engine.type != "server"),
+    ),
     ("ray", 'placement = "ray"', lambda c: c.placement == "ray"),
     ("ray.engines", 'engine.type "embedded" or "vllm"', lambda c: c.engine.type != "server"),
     ("trainer.in_flight", "trainer.max_lag above 0", lambda c: bool(c.trainer.max_lag)),

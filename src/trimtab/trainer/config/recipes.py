@@ -33,8 +33,7 @@ PATH_KEYS = {"task.path": (), "task.test_path": (), "demonstrations.path": ("gol
 LABORATORY_MODELS = ("laboratory", "laboratory-moe", "laboratory-switch", "laboratory-tools", "laboratory-long")
 # Keys that hold a folder or a name (on the hub, or of a shipped model: these names are listed).
 NAMES_OR_FOLDERS = {
-    "model.path": ("smollm2-135m-instruct", *LABORATORY_MODELS),
-    "model.reference": ("smollm2-135m-instruct", *LABORATORY_MODELS),
+    **dict.fromkeys(("model.path", "model.reference"), ("smollm2-135m-instruct", *LABORATORY_MODELS)),
     "task.dataset": (),
 }
 TASK_LISTS = ("eval.task", "task.part")  # lists of tasks; their paths have the same keys as in `[task]`

@@ -124,16 +124,9 @@ def validate_prefixes(
 
 
 def validate_tokens(
-    prefixes: Prefixes | None,
-    prompts: Sequence[Prompt],
-    stop: StopChecker,
-    vocabulary: int,
-    *,
-    multi_turn: bool = False,
+    prefixes: Prefixes | None, prompts: Sequence[Prompt], stop: StopChecker, vocabulary: int, *, multi_turn: bool
 ) -> None:
     """Raises `TrimtabError` for ids outside the vocabulary, and for a stop in an unfinished single-turn prefix."""
-    if prefixes is None:
-        return
     for name, _, prefix in _distinct_prefixes(prefixes, prompts):
         ids = prefix.response_ids
         if np.min(ids) < 0 or np.max(ids) >= vocabulary:
@@ -144,15 +137,17 @@ def validate_tokens(
 
 def validate_routes(prefixes: Prefixes | None, prompts: Sequence[Prompt], routers: RouterInfo) -> None:
     """Raises `TrimtabError` for prefixes whose routed experts do not exist in this model."""
-    for name, _, prefix in _distinct_prefixes(prefixes or [], prompts if prefixes else []):
+    for name, _, prefix in _distinct_prefixes(prefixes, prompts):
         if prefix.routed_experts is not None:
             require_known_experts(prefix.routed_experts, routers, name)
 
 
-def _distinct_prefixes(prefixes: Prefixes, prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt, Completion]]:
+def _distinct_prefixes(
+    prefixes: Prefixes | None, prompts: Sequence[Prompt]
+) -> Iterator[tuple[str, Prompt, Completion]]:
     """Yields each non-empty prefix object once, as (name for error messages, prompt, prefix)."""
     seen: set[int] = set()
-    for prompt, group in zip(prompts, prefixes, strict=True):
+    for prompt, group in zip(prompts, prefixes, strict=True) if prefixes else ():
         for sample, prefix in enumerate(group):
             if id(prefix) not in seen and len(prefix.response_ids):
                 seen.add(id(prefix))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_distinct
 from trimtab.trainer import environments, rewards, tasks
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments import BuiltEnvironment
@@ -122,14 +122,12 @@ def _sample(
     prompts = list(numbered.values())
     if not prompts:
         return []
+    generate: Callable[..., list[list[Completion]]] = engine.generate
     if episodes is not None:
         # Not the seed itself: training and evaluation must not use the same random environments.
         base = _derive_seed(seeds[0])
-        reset_seeds = [reset_seed(base, position) for position in numbered]
-        return episodes.generate(
-            engine.generate, prompts, samples, sampling, seed=_derive_seed(*seeds), reset_seeds=reset_seeds
-        )
-    return engine.generate(prompts, samples, sampling, seed=_derive_seed(*seeds))
+        generate = partial(episodes.generate, generate, reset_seeds=[reset_seed(base, at) for at in numbered])
+    return generate(prompts, samples, sampling, seed=_derive_seed(*seeds))
 
 
 def _derive_seed(*words: int) -> int:
@@ -258,7 +256,7 @@ def compare(
     modes = settings.modes()
     model_specs = [ModelSpec(one, partial(nullcontext, one)) if isinstance(one, str) else one for one in models]
     task_specs = [TaskSpec(spec) if isinstance(spec, str) else spec for spec in specs]
-    _require_distinct("model", [spec.label for spec in model_specs])
+    require_distinct("model", [spec.label for spec in model_specs])
     measured: dict[tuple[str, str, str], EvalResult] = {}
     with ExitStack() as stack:
         prepared_tasks = _prepare_tasks(task_specs, settings, stack)  # rewards fork: before torch is imported
@@ -298,13 +296,8 @@ def _prepare_tasks(specs: Sequence[TaskSpec], settings: Settings, stack: ExitSta
             environment.refuse_unused_rewards("[[reward]]" if spec.reward else None)
         adapted = task if environment is None else environment.adapt(task)
         prepared_tasks.append(_PreparedTask(label, adapted, problems, scorer, environment))
-    _require_distinct("task", [prepared.label for prepared in prepared_tasks])
+    require_distinct("task", [prepared.label for prepared in prepared_tasks])
     return prepared_tasks
-
-
-def _require_distinct(kind: str, labels: Sequence[str]) -> None:
-    if twice := next((label for label in labels if labels.count(label) > 1), None):
-        raise TrimtabError(f"{kind} {twice!r} is given twice; name it once")
 
 
 def _open_model(spec: ModelSpec, settings: Settings) -> tuple[LoadedModel, Engine]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,9 @@ class Snapshots(Feature):
     def proximal_passes(self, batch: MiniBatch, updates: int) -> Iterator[ProximalPass]:
         """Yields a pass for each version in the batch. Raises `TrimtabError` if a version has no snapshot."""
         for version in sorted({int(found) for micro in batch for found in micro.extras["version"].unique()}):
-            yield ProximalPass(self._weights_of(version, updates), partial(_tokens_of, version))
+            yield ProximalPass(
+                self._weights_of(version, updates), lambda micro, version=version: micro.extras["version"] == version
+            )
 
     def _weights_of(self, version: int, updates: int) -> AbstractContextManager[None]:
         if version in (updates, EXTERNAL_VERSION):  # the model has these weights
@@ -101,7 +102,3 @@ def _exchanged(weights: Weights, others: Weights) -> Iterator[None]:
         yield
     finally:
         exchange()
-
-
-def _tokens_of(version: int, micro: MicroBatch) -> Tensor:
-    return micro.extras["version"] == version

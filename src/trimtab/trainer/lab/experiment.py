@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, require_distinct
 from trimtab.objectives.lookup import split_name
 from trimtab.trainer.config import Config, load_config, parse_override, split_overrides
 from trimtab.trainer.lab.regimes import RECIPE, Regime
@@ -133,8 +133,8 @@ def plan_experiment(
     to the experiment or to a regime, or if a method cannot be trained in any of the regimes.
     """
     parsed = [parse_method(spec) for spec in methods]
-    _check_unique("method", [method.folder for method in parsed])
-    _check_unique("regime", [regime.name for regime in regimes])
+    require_distinct("method", [method.folder for method in parsed])
+    require_distinct("regime", [regime.name for regime in regimes])
     _check_sets(sets, regimes, model)
     skipped: list[SkippedRun] = []
     pairs: list[tuple[Method, Regime]] = []
@@ -230,8 +230,3 @@ def _check_sets(sets: Sequence[str], regimes: Sequence[Regime], model: str | Non
     owner = next((r.name for r in regimes if "model.path" in r.changes), None)
     if model is not None and owner is not None:
         raise TrimtabError(f"--model {model}: regime {owner!r} has its own model; leave one of them out")
-
-
-def _check_unique(kind: str, words: Sequence[str]) -> None:
-    if twice := next((word for word in words if words.count(word) > 1), None):
-        raise TrimtabError(f"{kind} {twice!r} is named twice; name each once")

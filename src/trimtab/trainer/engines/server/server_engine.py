@@ -59,7 +59,7 @@ class ServerEngine:
             notify: called with a line of text, from any thread, every few seconds while this engine waits for servers;
                 default: a `TrimtabWarning`. The attribute may be replaced later.
         """
-        self.notify = notify or _warn
+        self.notify = notify or (lambda line: warnings.warn(line, TrimtabWarning, stacklevel=3))
         settings = config.server
         self.policy_version = 0
         self.decoded_tokens = 0
@@ -228,7 +228,3 @@ class CallResponses:
             await asyncio.sleep(POLL_INTERVAL)
         row.end_turn(result, self.call.sampling.max_tokens)
         row.append_observation(truncated=False)
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, TrimtabWarning, stacklevel=3)

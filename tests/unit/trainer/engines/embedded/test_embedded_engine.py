@@ -55,7 +55,7 @@ def test_the_lean_path_is_used_where_it_is_exact() -> None:
     def path(name: str, length: int) -> str:
         engine, [one] = make(name), prompts([length])
         row = DecodingRow(0, 0, np.zeros(4))
-        return type(engine._decoder([row], [one], 4)).__name__
+        return type(engine._decoder([row], [one], 4, None)).__name__
 
     lean = {path(name, 30) for name in ("llama", "qwen3", "qwen3-moe")} | {path("mistral-window", 8)}
     assert lean == {"SharedPromptDecoder"}
