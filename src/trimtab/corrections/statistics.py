@@ -174,7 +174,7 @@ class RatioStatistics(Mergeable):
         log_p, log_q = select(numerator, mask), select(denominator, mask)
         n = total(histogram.counts)
         # Without a center near their mean, squares of nearly equal probabilities would lose their digits in float32.
-        center = (log_p.sum() / n.clamp(min=1)).exp()
+        center = (log_p.sum() / n.clamp(min=1).to(log_p.dtype)).exp()
         p, q = (select(log.exp().sub_(center), mask) for log in (log_p, log_q))
         total_p, total_q, center = total(p), total(q), center.double()
         return cls(
