@@ -55,10 +55,7 @@ K3: Mapping[str, tuple[str, Callable[[float], float]]] = {
     "k1": ("the same expectation as k3, with more noise", abs),
     "k2": ("about k3 without a tail", lambda value: value),
     "abs_difference": ("k3 is about half of its square, and more with a tail", lambda value: value * value / 2),
-    "mult_prob_error": (
-        "k3 is about half of the square of its distance from 1",
-        lambda value: (value - 1) * (value - 1) / 2,
-    ),
+    "mult_prob_error": ("k3 is about half of (its value - 1)^2", lambda value: (value - 1) * (value - 1) / 2),
 }
 """Quantity that measures the mismatch, the best first -> (its relation to k3, k3 computed from it for small d)."""
 
