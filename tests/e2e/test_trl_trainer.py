@@ -201,11 +201,12 @@ def test_scalars_of_a_trainer_state_are_read(run: Part, tmp_path: Path, capsys: 
     assert "use_vllm=True" in found["missing"][0]
 
 
-def test_a_token_that_the_sampler_did_not_score_is_not_trained(run: Part) -> None:
+def test_a_token_that_the_sampler_did_not_score_is_left_out_where_the_objective_reads_its_log_prob(run: Part) -> None:
     result = run("unscored")
     assert result["unscored"] == [0.25, 0.25]  # One response of each group of four: a first digit is never certain.
     assert all(0.1 < share < 0.5 for share in result["unscored_tokens"])  # All of its tokens, of 1 to 8.
     assert result["finite"]
+    check_equal({"grpo": result["grpo"]}, 0.1)
 
 
 def test_settings_without_effect_and_objectives_it_cannot_carry_are_refused(run: Part) -> None:

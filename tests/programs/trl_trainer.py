@@ -250,7 +250,7 @@ def planted(folder: Path) -> dict[str, float]:
 
 
 def unscored(folder: Path) -> dict[str, Any]:
-    """The first token of one response in four has no log-prob."""
+    """The first token of one response in four has no log-prob: `icepop` leaves it out, `grpo` trains it as TRL does."""
 
     def holes(prompts: list[str], trainer: PlainTrainer) -> dict[str, list[list[Any]]]:
         output = sampled(prompts, trainer)
@@ -263,7 +263,9 @@ def unscored(folder: Path) -> dict[str, Any]:
     log = [row for row in trainer.state.log_history if "trimtab/unscored" in row]
     finite = all(bool(torch.isfinite(one).all()) for one in trainer.model.parameters())
     shares = {name: [row[f"trimtab/{name}"] for row in log] for name in ("unscored", "unscored_tokens")}
-    return {**shares, "finite": finite}
+    built = objective("grpo", aggregation="seq-mean-token-mean")
+    plain = trained(build(Compared, folder, steps=2, own={"objective": built}, rollout=holes), "grpo")
+    return {**shares, "finite": finite, "grpo": plain}
 
 
 def train(folder: Path) -> dict[str, Any]:

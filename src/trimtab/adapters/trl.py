@@ -56,10 +56,10 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
     uses a monitor without files. Other parameters are TRL's.
 
     With an objective, denominators and other statistics cover the whole update: all micro-batches of an accumulation
-    window, on all processes. Tokens for which the sampler reported no log-prob are not trained. Their responses are not
-    trained either, unless the trainer is certain of the token (`usable_tokens`). `trimtab/unscored` is the share of
-    responses left out, `trimtab/unscored_tokens` of tokens. Raises `TrimtabError`, before a model is loaded, for
-    settings of TRL that would have no effect, and if TRL lacks what the objective or the dump needs.
+    window, on all processes. If it reads the sampler's log-probs, tokens without one are not trained. Their responses
+    are not trained either, unless the trainer is certain of the token (`usable_tokens`). `trimtab/unscored` is the
+    share of responses left out, `trimtab/unscored_tokens` of tokens. Raises `TrimtabError`, before a model is loaded,
+    for settings of TRL that would have no effect, and if TRL lacks what the objective or the dump needs.
     """
 
     _hook = "trl"
@@ -141,13 +141,10 @@ class GRPOTrainer(TrainsObjective, PlainTrainer):
 
     def _check_sampler(self, behavior: Tensor | None) -> None:
         """Raises `TrimtabError` if the sampler's log-probs are needed and TRL does not have them."""
-        readers = {"dump": self._dump, "monitor": self._monitor}
-        used = [name for name, reader in readers.items() if reader is not None]
-        if self._objective is not None and "behavior" in self._objective.needs:
-            used.insert(0, self._objective.name)
-        if behavior is not None or not used:
-            return
-        raise hook("trl").absent(used[0], "behavior")
+        used = [self._objective.name] if self._objective is not None and self._reads_sampler else []
+        used += [name for name, reader in (("dump", self._dump), ("monitor", self._monitor)) if reader is not None]
+        if behavior is None and used:
+            raise hook("trl").absent(used[0], "behavior")
 
     def _begun(self, model: Any) -> Update:
         """Returns the update of this micro-batch, which is created at the first micro-batch of the update."""

@@ -193,7 +193,8 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([copied(one) for one in value])
+        make = getattr(value, "_make", type(value))  # the class of a named tuple takes its items one by one
+        return make(map(copied, value))
     return copy.deepcopy(value)
 
 

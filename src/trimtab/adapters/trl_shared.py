@@ -87,6 +87,11 @@ class TrainsObjective:
         """Whether anything differs from TRL's trainer."""
         return self._objective is not None or self._records
 
+    @property
+    def _reads_sampler(self) -> bool:
+        """Whether the objective reads the sampler's log-probs. Only then, tokens without one are left out of it."""
+        return self._objective is not None and "behavior" in self._objective.needs
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainer, the next base
         if self._monitor is not None:
@@ -101,13 +106,12 @@ class TrainsObjective:
 
     def _logps(self, batch: Any, current: Tensor | None, entropy: Tensor | None = None) -> PolicyLogps:
         """Returns the log-probs of a micro-batch. batch: `PaddedResponses` or `PackedResponses`."""
-        mask, behavior, proximal, age = batch.mask, batch.behavior, batch.proximal, self._age(batch)
-        if proximal is None and current is not None:
-            proximal = current.detach()
+        mask, behavior, age = batch.mask, batch.behavior, self._age(batch)
+        proximal = current.detach() if batch.proximal is None and current is not None else batch.proximal
         return PolicyLogps(
             current=current,
             behavior=behavior,
-            mask=mask if behavior is None or proximal is None else usable_tokens(mask, behavior, proximal),
+            mask=usable_tokens(mask, behavior, proximal) if self._reads_sampler and proximal is not None else mask,
             proximal=proximal,
             reference=batch.reference,
             entropy=entropy,
@@ -128,9 +132,7 @@ class TrainsObjective:
         """
         if self._objective is None:
             return None
-        holes = any(
-            bool(missing_logps(batch.mask, batch.behavior).any()) for batch in batches if batch.behavior is not None
-        )
+        holes = self._reads_sampler and any(missing_logps(batch.mask, batch.behavior).any() for batch in batches)
         known = torch.tensor(int(holes), device=self.accelerator.device)
         # If a log-prob is missing, `usable_tokens` needs the trainer's log-probs.
         scored = bool(self.accelerator.reduce(known, reduction="sum")) or bool(self._objective.prepare_needs)

@@ -172,9 +172,13 @@ class RatioStatistics(Mergeable):
         # Selected before exp, since exp of an untrained -1e4 is denormal and a hundred times slower, and after it,
         # since exp of the 0 at untrained positions is 1.
         log_p, log_q = select(numerator, mask), select(denominator, mask)
-        p, q = select(log_p.exp(), mask), select(log_q.exp(), mask)
+        n = total(histogram.counts)
+        # Without a center near their mean, squares of nearly equal probabilities would lose their digits in float32.
+        center = (log_p.sum() / n.clamp(min=1).to(log_p.dtype)).exp()
+        p, q = (select(log.exp().sub_(center), mask) for log in (log_p, log_q))
+        total_p, total_q, center = total(p), total(q), center.double()
         return cls(
-            tokens=total(histogram.counts),
+            tokens=n,
             log=total(log),
             log_square=_dot(log, log),
             log_abs=total(log.abs()),
@@ -183,11 +187,11 @@ class RatioStatistics(Mergeable):
             excess=total(excess),
             excess_square=_dot(excess, excess),
             k3=total(k3(log, excess)),
-            p=total(p),
-            q=total(q),
-            p_square=_dot(p, p),
-            q_square=_dot(q, q),
-            p_q=_dot(p, q),
+            p=total_p + n * center,
+            q=total_q + n * center,
+            p_square=_dot(p, p) + center * (2 * total_p + n * center),
+            q_square=_dot(q, q) + center * (2 * total_q + n * center),
+            p_q=_dot(p, q) + center * (total_p + total_q + n * center),
             histogram=histogram.counts,
             ppl_train=_perplexity(ratios.sequences.mean(log_p), ratios.sequences),
             **_sequence_sums(ratios),

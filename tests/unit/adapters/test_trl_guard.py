@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,6 +34,19 @@ def test_what_it_cannot_do_is_refused(given: dict[str, object], words: str) -> N
         Guard(**given)  # type: ignore[arg-type]
     with pytest.raises(TrimtabError, match="guard=5: give True, or a Guard"):
         TrainsObjective(guard=5)  # type: ignore[arg-type]
+
+
+class Moments(NamedTuple):
+    mean: torch.Tensor
+    steps: tuple[int, ...]
+
+
+def test_a_named_tuple_of_an_optimizer_keeps_its_class() -> None:
+    given = Moments(torch.ones(2), (1, 2))
+    copy = copied({"state": [given]})["state"][0]
+    given.mean.zero_()
+    assert isinstance(copy, Moments)
+    assert (copy.mean.tolist(), copy.steps) == ([1, 1], (1, 2))
 
 
 def test_a_copy_has_tensors_of_its_own() -> None:

@@ -86,6 +86,18 @@ def test_statistics_equal_the_plain_formulas(seed, spread):
     assert statistics["k3"] >= 0
 
 
+@pytest.mark.parametrize("low", [0.98, 0.5, 0.0])
+def test_the_correlation_of_nearly_equal_probabilities_keeps_its_digits_in_float32(low):
+    """Of policies that are almost certain (above 0.98), and of such as give 1e-4 to every token (below 1)."""
+    make = torch.Generator().manual_seed(0)
+    p = (low + (1 - low) * torch.rand(512, 2048, generator=make)) * (1.0 if low else 1e-4)
+    noise = 0.047 * p.std() * torch.randn(p.shape, generator=make)
+    train, rollout = p.log(), (p + noise).clamp(1e-8, 1).log()
+    found = mismatch(train, rollout, torch.ones_like(p, dtype=torch.bool)).finalize()["pearson"]
+    both = torch.stack([train.flatten(), rollout.flatten()]).double().exp()
+    assert 1 - found == pytest.approx(1 - torch.corrcoef(both)[0, 1].item(), rel=0.01)
+
+
 def test_k3_keeps_its_digits_in_float32_where_two_precise_engines_agree():
     rollout = -torch.rand(64, 256, generator=torch.Generator().manual_seed(0))
     log = torch.full((64, 256), 2.0**-15)  # exact in float32 beside log-probs below 1

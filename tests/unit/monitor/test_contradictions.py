@@ -70,3 +70,9 @@ def test_means_over_other_tokens_are_not_compared() -> None:
     row = {"step": 0.0, "sampling/sampling_logp_difference/mean": 0.01, "sampling/importance_sampling_ratio/mean": 0.06}
     assert not list(contradictions([row], curves_of([row])[1]))
     assert {scalar.over for scalar in known_scalars()} == {"", "tokens", "responses"}
+
+
+def test_a_bound_beyond_the_largest_float_is_a_finding() -> None:
+    row = {"step": 0.0, "rollout_corr/kl": -1000.0, "rollout_corr/k3_kl": 0.01}
+    (one,) = judge([row]).contradictions
+    assert (one.other_value, one.least) == (-1000.0, math.exp(709))

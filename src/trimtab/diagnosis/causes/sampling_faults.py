@@ -136,7 +136,7 @@ def _stated(table: TokenTable, fit: TemperatureFit | None, mass: float) -> set[s
     stated = {"raw-logprobs"} if declared_raw(table) is not None else set()
     if fit is not None and table.temperature is not None:
         temperature = float(np.nanmedian(table.temperature))
-        if temperature != 1 and abs(math.log(fit.a / temperature)) < MAX_STATED_ERROR:
+        if temperature != 1 and temperature > 0 and abs(math.log(fit.a / temperature)) < MAX_STATED_ERROR:
             stated.add("temperature")
     top_p = 1.0 if table.top_p is None else float(np.nanmin(table.top_p))
     top_k = 0 if table.top_k is None else int(table.top_k.max())

@@ -99,8 +99,9 @@ def _inside(column: pa.Array, field: str) -> pa.Array:
     """Returns a field of a column of structures; from lists of structures, lists of the field."""
     if not is_list(column.type):
         return pc.call_function("struct_field", [column], pc.StructFieldOptions([field]))
+    column = column.cast(pa.large_list(column.type.value_type))  # a list of a fixed size has no offsets
     values = pc.call_function("struct_field", [column.values], pc.StructFieldOptions([field]))
-    return type(column).from_arrays(pa.array(column.offsets.to_numpy()), values, mask=column.is_null())
+    return pa.LargeListArray.from_arrays(pa.array(column.offsets.to_numpy()), values, mask=column.is_null())
 
 
 def _leaves(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[int, pq.ColumnChunkMetaData]]:

@@ -243,3 +243,20 @@ def test_fields_of_structures_are_columns(tmp_path: Path, kind: str, shape: str)
     found = zip(read.ids.tolist(), read.behavior.tolist(), read.proximal.tolist(), strict=True)
     assert list(found) == [token for row in TOKENS for token in row]
     assert sum(source.summary().dropped.values()) == 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_fields_of_lists_of_a_fixed_size_are_columns(tmp_path: Path, kind: str) -> None:
+    record = pa.struct({"id": pa.int64(), "q": pa.float32(), "p": pa.float32()})
+    rows = [TOKENS[0], None, TOKENS[0][::-1]]
+    cells = [row and [dict(zip(("id", "q", "p"), token, strict=True)) for token in row] for row in rows]
+    table, path = pa.table({"tokens": pa.array(cells, pa.list_(record, 2))}), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    source = open_log([path], columns=COLUMNS["records"])
+    read = TokenTable.concat(list(source.tables(tokens=2)))  # an arrow file is read in slices
+    assert (read.ids.tolist(), read.behavior.tolist()) == ([7, 8, 8, 7], [-1.5, -0.5, -0.5, -1.5])
+    assert source.summary().responses == 2
