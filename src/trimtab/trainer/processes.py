@@ -166,9 +166,11 @@ class Parent:
         except Exception:
             traceback.print_exc()
         finally:
-            self._close()
-            sys.stderr.flush()
-            os.killpg(0, signal.SIGKILL)  # this process leads a process group of everything it started
+            try:
+                self._close()
+                sys.stderr.flush()
+            finally:  # whatever they raise
+                os.killpg(0, signal.SIGKILL)  # this process leads a process group of everything it started
 
     def _send_heartbeat(self) -> None:
         progress = self._progress()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -86,7 +87,7 @@ def test_a_connection_that_ends_early_is_an_error(cut: int) -> None:
 def echo() -> None:
     """The child of the tests below: it sends back what it gets, and does what a text says."""
     messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    parent = Parent(messages.put)
+    parent = Parent(messages.put, close=lambda: 1 / 0)  # an error of its last steps must not keep it alive
     print("last words", flush=True)
     while True:
         message = messages.get()
@@ -140,6 +141,12 @@ def test_a_message_for_a_child_that_stands_still_is_given_up(
     with pytest.raises(BlockingIOError):
         child.send(bytes(1 << 24))
     assert gone(child.process.pid)
+
+
+def test_a_child_whose_last_steps_fail_ends_with_its_parent(child: WorkerProcess) -> None:
+    with processes._as_socket(child._connection) as end:
+        end.shutdown(socket.SHUT_WR)
+    assert child.process.wait(10) == -signal.SIGKILL
 
 
 if __name__ == "__main__":
