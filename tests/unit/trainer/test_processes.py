@@ -93,6 +93,8 @@ def echo() -> None:
         message = messages.get()
         if message.content == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if message.content == "stop in an answer":
+            os.write(parent._connection.fileno(), (99).to_bytes(4, "big"))  # its length alone
         parent.send(message.content, message.descriptor)
 
 
@@ -140,6 +142,18 @@ def test_a_message_for_a_child_that_stands_still_is_given_up(
     child.send("hang")
     with pytest.raises(BlockingIOError):
         child.send(bytes(1 << 24))
+    assert gone(child.process.pid)
+
+
+def test_an_answer_of_a_child_that_stands_still_is_given_up(
+    child: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TRANSFER_TIMEOUT", 1)
+    processes._limit_transfers(child._connection)
+    child.send("stop in an answer")
+    with pytest.raises(BlockingIOError) as raised:
+        child.receive()
+    assert child.exit_reason(raised.value) == "moved no byte for 1 s"
     assert gone(child.process.pid)
 
 

@@ -40,7 +40,10 @@ class MontySandbox:
     def run(self, session: int, code: str) -> CodeResult:
         worker = self._find_worker(session)
         with worker.lock:
-            return worker.run(session, code)
+            try:
+                return worker.run(session, code)
+            except OSError as error:  # no process to replace a dead one: a limit of processes or open files was reached
+                return CodeResult("", f"the sandbox could not be started: {error}", lost=True)
 
     def end(self, session: int) -> None:
         with self._assigning:
@@ -81,10 +84,10 @@ class _Worker:
         try:
             self.process.send(SessionRequest(session, code))
             message = self.process.receive(self._limits.timeout + GRACE)
-        except (EOFError, ConnectionError):
-            error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
+        except (EOFError, OSError) as error:
+            reason = f"the process of this sandbox {self.process.exit_reason(error)}{self.process.last_output()}"
             self._restart()
-            return CodeResult("", error.rstrip(","), lost=True)
+            return CodeResult("", reason.rstrip(","), lost=True)
         except BaseException:  # the caller was interrupted: the next run must not receive the answer to this run
             self._restart()
             raise
