@@ -108,8 +108,11 @@ class WorkerProcess:
             self.process.wait(timeout)
         self.kill()
 
-    def exit_reason(self) -> str:
-        """Waits for the child to end; returns how it ended, as a clause for messages."""
+    def exit_reason(self, error: Exception | None = None) -> str:
+        """Waits for the child to end, after `error` if one was raised. Returns how it ended, as a clause."""
+        if isinstance(error, BlockingIOError):
+            self.kill()  # it may never end by itself
+            return f"moved no byte for {TRANSFER_TIMEOUT} s"
         code = self.process.wait()
         if code == -signal.SIGKILL:
             return "was killed (by hand, or because memory ran out)"
@@ -166,9 +169,11 @@ class Parent:
         except Exception:
             traceback.print_exc()
         finally:
-            self._close()
-            sys.stderr.flush()
-            os.killpg(0, signal.SIGKILL)  # this process leads a process group of everything it started
+            try:
+                self._close()
+                sys.stderr.flush()
+            finally:  # whatever they raise
+                os.killpg(0, signal.SIGKILL)  # this process leads a process group of everything it started
 
     def _send_heartbeat(self) -> None:
         progress = self._progress()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -86,12 +87,14 @@ def test_a_connection_that_ends_early_is_an_error(cut: int) -> None:
 def echo() -> None:
     """The child of the tests below: it sends back what it gets, and does what a text says."""
     messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    parent = Parent(messages.put)
+    parent = Parent(messages.put, close=lambda: 1 / 0)  # an error of its last steps must not keep it alive
     print("last words", flush=True)
     while True:
         message = messages.get()
         if message.content == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if message.content == "stop in an answer":
+            os.write(parent._connection.fileno(), (99).to_bytes(4, "big"))  # its length alone
         parent.send(message.content, message.descriptor)
 
 
@@ -140,6 +143,24 @@ def test_a_message_for_a_child_that_stands_still_is_given_up(
     with pytest.raises(BlockingIOError):
         child.send(bytes(1 << 24))
     assert gone(child.process.pid)
+
+
+def test_an_answer_of_a_child_that_stands_still_is_given_up(
+    child: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TRANSFER_TIMEOUT", 1)
+    processes._limit_transfers(child._connection)
+    child.send("stop in an answer")
+    with pytest.raises(BlockingIOError) as raised:
+        child.receive()
+    assert child.exit_reason(raised.value) == "moved no byte for 1 s"
+    assert gone(child.process.pid)
+
+
+def test_a_child_whose_last_steps_fail_ends_with_its_parent(child: WorkerProcess) -> None:
+    with processes._as_socket(child._connection) as end:
+        end.shutdown(socket.SHUT_WR)
+    assert child.process.wait(10) == -signal.SIGKILL
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ class _Worker:
         """Returns the number of a finished step, the result of the run, or None if there is nothing new."""
         try:
             message = self.process.receive(timeout=0)
-        except (EOFError, OSError):
-            return RunSummary("failed", f"its process {self.process.exit_reason()}")
+        except (EOFError, OSError) as error:
+            return RunSummary("failed", f"its process {self.process.exit_reason(error)}")
         return None if message is None else message.content
 
 

@@ -277,8 +277,13 @@ class PythonTests(Reward):
             code = (_BLOCK.findall(body) or [body])[-1]
             lines = tests if isinstance(tests, str) else "\n".join(tests)
             with pool().session() as session:
-                runs = (session.run(text) for text in (self.program.replace("{code}", code), lines))
-                return float(all(run.error is None for run in runs))
+                for text in (self.program.replace("{code}", code), lines):
+                    run = session.run(text)
+                    if run.sandbox_failed:
+                        raise RuntimeError(f"the sandbox failed: {run.error}")
+                    if run.error is not None:
+                        return 0.0
+            return 1.0
 
         return Built(python_tests, isolated=True)
 

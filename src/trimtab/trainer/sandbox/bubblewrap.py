@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.processes import WorkerProcess
-from trimtab.trainer.sandbox.code_result import GRACE, CodeResult, Limits, took_too_long
+from trimtab.trainer.sandbox.code_result import GRACE, CodeResult, Limits
 from trimtab.trainer.sandbox.container_command import container_command
 from trimtab.trainer.sandbox.container_init import BYTES_PER_CHARACTER, HEADER, LENGTH, MAX_REPORT, READY
 from trimtab.trainer.sandbox.seccomp import ARCHITECTURES, container_filter
@@ -92,14 +92,14 @@ class Container:
             self._connection.sendall(LENGTH.pack(len(text)) + text)
             timed_out, ended, output_size, error_size = HEADER.unpack(self._receive(HEADER.size, deadline))
             if output_size > limits.max_output * BYTES_PER_CHARACTER or error_size > MAX_REPORT:
-                return CodeResult("", "the sandbox broke its protocol", lost=True)
+                return CodeResult("", "the sandbox broke its protocol", lost=True, sandbox_failed=True)
             output = self._receive(output_size, deadline).decode(errors="replace")
             error = self._receive(error_size, deadline).decode(errors="replace")
         except TimeoutError:
-            return CodeResult("", took_too_long(limits), timed_out=True, lost=True)
+            return CodeResult("", limits.took_too_long(), timed_out=True, lost=True)
         except OSError:
             error = "the process of this sandbox was killed (by hand, or for lack of memory)"
-            return CodeResult("", error, lost=True)
+            return CodeResult("", error, lost=True, sandbox_failed=True)
         return CodeResult(output, error or None, bool(timed_out), bool(ended))
 
     def kill(self) -> None:
@@ -159,7 +159,7 @@ class BubblewrapSandbox:
             try:
                 container = container or self._starter.take()
             except ContainerError as error:
-                return CodeResult("", f"the sandbox could not be started: {error}")
+                return CodeResult("", f"the sandbox could not be started: {error}", sandbox_failed=True)
             kept = False
             try:
                 result = container.run(code, self._limits)
@@ -225,12 +225,15 @@ class _Starter:
                 self._process.kill()  # another thread may have replaced it
 
     def _start(self) -> Container:
-        """Starts a container."""
+        """Starts a container, and first the process that starts containers if there is none."""
         if self._closed:
             raise ContainerError("it was closed")
         number = next(self._numbers)
         try:
-            process = self._start_process()
+            if self._process is None or self._process.process.poll() is not None:  # there is none yet, or it died
+                self._process = WorkerProcess(STARTER)
+                self._process.send(self._setup)
+            process = self._process
             process.send(ContainerRequest(number, start=True))
             message = process.receive(ANSWER_TIMEOUT)
         except BaseException as error:
@@ -246,13 +249,6 @@ class _Starter:
             raise ContainerError(message.content)
         end = functools.partial(self._end, process, number)
         return Container(socket.socket(fileno=message.descriptor), number, end)
-
-    def _start_process(self) -> WorkerProcess:
-        """Returns the process that starts containers; starts it if there is none, or if it died."""
-        if self._process is None or self._process.process.poll() is not None:
-            self._process = WorkerProcess(STARTER)
-            self._process.send(self._setup)
-        return self._process
 
     def _end(self, process: WorkerProcess, number: int) -> None:
         with self._lock, contextlib.suppress(OSError):  # the process died, and its containers with it

@@ -13,11 +13,20 @@ SESSION_LOST = "the variables of this session are lost"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one run."""
+    """The limits of one run, and the errors that say which of them ended it."""
 
     timeout: float  # seconds
     memory_mb: int
     max_output: int  # characters
+
+    def took_too_long(self) -> str:
+        return f"took longer than {self.timeout:g} s"
+
+    def used_too_much_memory(self) -> str:
+        return f"used more than {self.memory_mb} MB of memory"
+
+    def printed_too_much(self) -> str:
+        return f"printed more than {self.max_output} characters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +39,14 @@ class CodeResult:
         error: a traceback, or one line that names the limit that ended the run; None if the code ran to its end.
         timed_out: whether the time limit ended the run.
         lost: whether the variables of the session are lost.
+        sandbox_failed: whether `error` is a failure of the sandbox, which the code did not cause.
     """
 
     output: str
     error: str | None = None
     timed_out: bool = False
     lost: bool = False
+    sandbox_failed: bool = False
 
 
 def shorten(text: str, length: int) -> str:
@@ -43,15 +54,3 @@ def shorten(text: str, length: int) -> str:
     if len(text) <= length:
         return text
     return f"{text[: length // 2]}\n[... {len(text) - length} characters ...]\n{text[len(text) - length // 2 :]}"
-
-
-def took_too_long(limits: Limits) -> str:
-    return f"took longer than {limits.timeout:g} s"
-
-
-def used_too_much_memory(limits: Limits) -> str:
-    return f"used more than {limits.memory_mb} MB of memory"
-
-
-def printed_too_much(limits: Limits) -> str:
-    return f"printed more than {limits.max_output} characters"

@@ -52,7 +52,7 @@ NOBODY = 65534  # user and group of all processes in the container
 HIDDEN = "/hidden"  # a directory without permissions that contains the mount of /proc
 
 
-class Limits(NamedTuple):
+class ContainerLimits(NamedTuple):
     """The limits of each run."""
 
     timeout: float  # seconds
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
     code_filter: bytes  # the filter of system calls for the code
 
 
-def main(limits: Limits, modules: list[str]) -> None:
+def main(limits: ContainerLimits, modules: list[str]) -> None:
     host = socket.socket(fileno=os.dup(0))
     # The starter holds the other end of this socket. The container ends when that end is closed, or the starter exits.
     # A parent-death signal would not work: bubblewrap may not signal a process of another user.
@@ -117,7 +117,7 @@ def receive(connection: socket.socket, starter: int, size: int) -> bytes | None:
 class Child:
     """A forked process that runs code, but cannot start processes. A run that exceeds a limit is its last run."""
 
-    def __init__(self, proc: int, starter: int, limits: Limits) -> None:
+    def __init__(self, proc: int, starter: int, limits: ContainerLimits) -> None:
         self.proc, self.starter, self.limits = proc, starter, limits
         self.ended = False
         fields = self.read_status("self")
@@ -353,4 +353,4 @@ def execute(code: str, variables: dict[str, object]) -> str:
 
 if __name__ == "__main__":
     seconds, megabytes, characters, steps, *names = sys.argv[1:]
-    main(Limits(float(seconds), int(megabytes), int(characters), bytes.fromhex(steps)), names)
+    main(ContainerLimits(float(seconds), int(megabytes), int(characters), bytes.fromhex(steps)), names)

@@ -48,7 +48,7 @@ MEMORY = 1 << 30  # bytes that a worker may allocate in addition to the memory i
 SUPERVISOR_TIMEOUT = 30.0  # seconds that the supervisor may take in addition to all timeouts
 LONGEST = 2e6  # seconds of a wait: the operating system counts milliseconds in 32 bits
 LONGEST_ANSWER = 1 << 16  # bytes
-GRACE = 1.0  # seconds in which a process must exit before it is killed
+EXIT_TIMEOUT = 1.0  # seconds in which a process must exit before it is killed
 OUT_OF_MEMORY = "ran out of the memory it may use"
 
 
@@ -338,8 +338,8 @@ def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> O
 
 
 def _wait_for_exit(pid: int) -> int | None:
-    """Returns the exit status of a child, or None if it does not exit within `GRACE` seconds."""
-    deadline = time.monotonic() + GRACE
+    """Returns the exit status of a child, or None if it does not exit within `EXIT_TIMEOUT` seconds."""
+    deadline = time.monotonic() + EXIT_TIMEOUT
     while time.monotonic() < deadline:
         reaped, status = os.waitpid(pid, os.WNOHANG)
         if reaped:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import threading
 from typing import NamedTuple
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.processes import WorkerProcess
-from trimtab.trainer.sandbox.code_result import GRACE, SESSION_LOST, CodeResult, Limits, took_too_long
+from trimtab.trainer.sandbox.code_result import GRACE, SESSION_LOST, CodeResult, Limits
 
 WORKER = "trimtab.trainer.sandbox.monty_worker"
+CRASHES = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -signal.SIGSEGV)  # of a worker, which code can cause
 
 
 class SessionRequest(NamedTuple):
@@ -38,9 +40,16 @@ class MontySandbox:
         self._assigned: dict[int, _Worker] = {}
 
     def run(self, session: int, code: str) -> CodeResult:
-        worker = self._find_worker(session)
+        with self._assigning:
+            if session not in self._assigned:  # give it to the worker with the fewest sessions
+                used = list(self._assigned.values())
+                self._assigned[session] = min(self._workers, key=used.count)
+            worker = self._assigned[session]
         with worker.lock:
-            return worker.run(session, code)
+            try:
+                return worker.run(session, code)
+            except OSError as error:  # no process to replace a dead one: a limit of processes or open files was reached
+                return CodeResult("", f"the sandbox could not be started: {error}", lost=True, sandbox_failed=True)
 
     def end(self, session: int) -> None:
         with self._assigning:
@@ -52,15 +61,6 @@ class MontySandbox:
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
-
-    def _find_worker(self, session: int) -> _Worker:
-        """Returns the worker of the session; a new session is assigned to the worker with the fewest sessions."""
-        with self._assigning:
-            worker = self._assigned.get(session)
-            if worker is None:
-                used = list(self._assigned.values())
-                worker = self._assigned[session] = min(self._workers, key=used.count)
-            return worker
 
 
 class _Worker:
@@ -77,20 +77,22 @@ class _Worker:
         if self.process.process.poll() is not None:  # it was killed while it was idle
             self._restart()
         if self._holders.pop(session, self.process) is not self.process:
-            return CodeResult("", f"not run: the process of this sandbox was replaced, and {SESSION_LOST}")
+            error = f"not run: the process of this sandbox was replaced, and {SESSION_LOST}"
+            return CodeResult("", error, sandbox_failed=True)
         try:
             self.process.send(SessionRequest(session, code))
             message = self.process.receive(self._limits.timeout + GRACE)
-        except (EOFError, ConnectionError):
-            error = f"the process of this sandbox {self.process.exit_reason()}{self.process.last_output()}"
+        except (EOFError, OSError) as error:
+            reason = f"the process of this sandbox {self.process.exit_reason(error)}{self.process.last_output()}"
+            failed = self.process.process.returncode not in CRASHES
             self._restart()
-            return CodeResult("", error.rstrip(","), lost=True)
+            return CodeResult("", reason.rstrip(","), lost=True, sandbox_failed=failed)
         except BaseException:  # the caller was interrupted: the next run must not receive the answer to this run
             self._restart()
             raise
         if message is None:
             self._restart()
-            return CodeResult("", took_too_long(self._limits), timed_out=True, lost=True)
+            return CodeResult("", self._limits.took_too_long(), timed_out=True, lost=True)
         result: CodeResult = message.content
         if not result.lost:
             self._holders[session] = self.process

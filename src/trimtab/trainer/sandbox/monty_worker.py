@@ -12,18 +12,14 @@ import queue
 import resource
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any
 
 from pydantic_monty import Monty, MontyCrashedError, MontyError, MontyRuntimeError, MontySession, MontySyntaxError
 
+from trimtab.errors import error_text
 from trimtab.trainer.processes import Message, Parent
-from trimtab.trainer.sandbox.code_result import (
-    CodeResult,
-    Limits,
-    printed_too_much,
-    took_too_long,
-    used_too_much_memory,
-)
+from trimtab.trainer.sandbox.code_result import CodeResult, Limits
 from trimtab.trainer.sandbox.monty import SessionRequest
 
 SHOW_VALUE = "_ = ("  # inserted before the last expression
@@ -59,42 +55,46 @@ class _Interpreters:
         self._open: dict[int, MontySession] = {}
 
     def run(self, session: int, code: str) -> CodeResult:
-        interpreter = self._open.get(session)
-        if interpreter is None:
-            interpreter = self._open[session] = self._monty.checkout(
-                limits={"max_feed_duration_secs": self._limits.timeout, "max_memory": self._limits.memory_mb << 20},
-                os_policy={"sleep": "zero"},  # sleeping would only block a worker
-            ).__enter__()
-        output = _Output(self._limits.max_output)
-        error, timed_out, lost = None, False, False
+        try:
+            interpreter = self._open.get(session)
+            if interpreter is None:
+                interpreter = self._open[session] = self._monty.checkout(
+                    limits={"max_feed_duration_secs": self._limits.timeout, "max_memory": self._limits.memory_mb << 20},
+                    os_policy={"sleep": "zero"},  # sleeping would only block a worker
+                ).__enter__()
+        except (MontyError, RuntimeError) as error:
+            return CodeResult("", f"the sandbox could not be started: {error}", sandbox_failed=True)
+        output, result = _Output(self._limits.max_output), CodeResult("")
         try:
             interpreter.feed_run(showing_value(code), print_callback=output.add)
-        except MontyError as raised:
-            error, lost = self._describe_error(raised)
-            timed_out = lost and error == took_too_long(self._limits)
+        except BaseException as error:  # also a panic of the bindings
+            result = self._describe_error(error)
         if output.full:
-            error, timed_out, lost = printed_too_much(self._limits), False, True
-        if lost:
+            result = CodeResult("", self._limits.printed_too_much(), lost=True)
+        if result.lost:
             self.end(session)
-        return CodeResult(output.text(), error, timed_out, lost)
+        return replace(result, output=output.text())
 
     def end(self, session: int) -> None:
         if (interpreter := self._open.pop(session, None)) is not None:
             with contextlib.suppress(MontyError, RuntimeError):  # the process has ended already
                 interpreter.__exit__(None, None, None)
 
-    def _describe_error(self, error: MontyError) -> tuple[str, bool]:
-        """Returns the error of a run, and whether the variables of its session are lost."""
-        if isinstance(error, MontyCrashedError):
-            return took_too_long(self._limits) if error.timed_out else "ended the interpreter's process", True
-        assert isinstance(error, MontySyntaxError | MontyRuntimeError)
-        if isinstance(error, MontySyntaxError) or error.traceback():
-            return _format_traceback(error), False
-        # Without a traceback, a limit ended the run: the code could not catch it, and its variables are undefined.
-        message = error.display("type-msg")
-        if message.startswith("TimeoutError"):
-            return took_too_long(self._limits), True
-        return used_too_much_memory(self._limits) if message.startswith("MemoryError") else message, True
+    def _describe_error(self, error: BaseException) -> CodeResult:
+        """Returns the result of a run that raised, without its output."""
+        if isinstance(error, MontySyntaxError) or (isinstance(error, MontyRuntimeError) and error.traceback()):
+            return CodeResult("", _format_traceback(error))
+        # Without a traceback, the code could not catch the error, and its variables are undefined.
+        message = error.display("type-msg") if isinstance(error, MontyRuntimeError) else error_text(error)
+        crashed = isinstance(error, MontyCrashedError)
+        if message.startswith("TimeoutError") or (crashed and error.timed_out):
+            return CodeResult("", self._limits.took_too_long(), timed_out=True, lost=True)
+        if crashed:
+            killed = "SIGKILL" in str(error)  # not by the code, which has no access to processes
+            return CodeResult("", "ended the interpreter's process", lost=True, sandbox_failed=killed)
+        if message.startswith("MemoryError"):
+            message = self._limits.used_too_much_memory()
+        return CodeResult("", message, lost=True)
 
 
 class _Output:

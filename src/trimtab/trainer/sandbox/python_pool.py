@@ -7,18 +7,12 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.text import clean
-from trimtab.trainer.sandbox.code_result import (
-    MAX_CODE,
-    MAX_ERROR,
-    CodeResult,
-    Limits,
-    printed_too_much,
-    shorten,
-)
+from trimtab.trainer.sandbox.code_result import MAX_CODE, MAX_ERROR, CodeResult, Limits, shorten
 from trimtab.trainer.sandbox.container_init import NOBODY
 
 if TYPE_CHECKING:
@@ -94,9 +88,9 @@ class PythonPool:
         result = self._sandbox.run(session, code.encode(errors="replace").decode())
         output, error = clean(result.output), result.error
         if error is None and len(output) > self._limits.max_output:
-            error = printed_too_much(self._limits)
+            error = self._limits.printed_too_much()
         error = None if error is None else shorten(clean(error).strip(), MAX_ERROR)
-        return CodeResult(output[: self._limits.max_output], error, result.timed_out, result.lost)
+        return replace(result, output=output[: self._limits.max_output], error=error)
 
 
 class PythonSession:
@@ -117,7 +111,7 @@ class PythonSession:
             raise TrimtabError("this sandbox belongs to the process that made it: make another one after a fork")
         with self._running:
             if self._closed:
-                return CodeResult("", "not run: the session is closed")
+                return CodeResult("", "not run: the session is closed", sandbox_failed=True)
             try:
                 return self._pool._run(self._number, code)
             except BaseException:  # KeyboardInterrupt in this process: it is unknown whether the code ran

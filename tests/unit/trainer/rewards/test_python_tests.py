@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from trimtab.errors import TrimtabError
@@ -58,6 +62,38 @@ def test_a_program_leaves_nothing_to_the_next_one(python: Scorer) -> None:
     problem = Problem("x", "square", "", {"tests": "assert f(2) == 4"})
     items = [(problem, Response(text, "stop", 9)) for text in ("def f(x): return 4", "pass")]
     assert [score.total for score in python.score(items)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("killed", ["worker", "interpreter"])
+def test_a_killed_sandbox_is_a_failure_and_not_a_wrong_answer(killed: str) -> None:
+    """The code cannot end these processes: it has no access to any."""
+    problem = Problem("x", "square", "", {"tests": "assert f(2) == 4"})
+    items = [(problem, Response(text, "stop", 9)) for text in ("while True: pass", "def f(x): return x * x")]
+    spec = RewardSpec("python-tests", timeout=60.0, options={"seconds": 30.0})
+    with rewards.build([spec], FREE) as scorer, ThreadPoolExecutor(1) as thread:
+        assert scorer.score(items[1:])[0].total == 1.0  # starts the sandbox
+        scoring = thread.submit(scorer.score, items)
+        while not (interpreters := [p for p in psutil.Process().children(recursive=True) if is_busy(p)]):
+            time.sleep(0.05)
+        process = interpreters[0] if killed == "interpreter" else interpreters[0].parent()
+        assert process is not None
+        process.kill()
+        failed, passed = scoring.result()
+    assert failed.total is None
+    assert "raised RuntimeError: the sandbox failed" in str(failed.error)
+    assert passed.total == 1.0
+
+
+def is_busy(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.name() == "monty" and sum(process.cpu_times()[:2]) > 0.3
+    return False
+
+
+@pytest.mark.parametrize("text", ["x = [1]\nwhile True: x = x + x", "while True: print('x' * 1000)"])
+def test_a_limit_that_the_code_exceeds_is_a_wrong_answer(python: Scorer, text: str) -> None:
+    (score,) = python.score([(Problem("x", "q", "", {"tests": "pass"}), Response(text, "stop", 9))])
+    assert (score.total, score.error) == (0.0, None)
 
 
 def test_mistakes_are_named(python: Scorer) -> None:

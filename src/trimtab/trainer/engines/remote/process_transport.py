@@ -10,7 +10,7 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.engines.remote.hosted_turns import CallResult, EndedTurn, HandledTurn
 from trimtab.trainer.engines.remote.remote_engine import TransportLost
 from trimtab.trainer.engines.weight_transfer import SharedWeights, share
-from trimtab.trainer.processes import TRANSFER_TIMEOUT, WorkerProcess
+from trimtab.trainer.processes import WorkerProcess
 
 WORKER = "trimtab.trainer.engines.remote.engine_host"
 SHUTDOWN_TIMEOUT = 10.0  # seconds for the process to exit
@@ -94,9 +94,7 @@ class ProcessTransport:
 
     def _lose(self, error: Exception) -> NoReturn:
         self._process.kill()
-        stuck = isinstance(error, BlockingIOError)
-        what = f"moved no byte for {TRANSFER_TIMEOUT} s" if stuck else self._process.exit_reason()
-        raise TransportLost(self.describe(what)) from None
+        raise TransportLost(self.describe(self._process.exit_reason(error))) from None
 
     def kill(self) -> None:
         self._process.kill()
