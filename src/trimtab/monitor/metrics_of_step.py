@@ -76,16 +76,21 @@ def step_metrics(
 
 def over_ranks(metrics: Metrics, group: dist.ProcessGroup | None = None) -> Metrics:
     """Returns the metrics merged over all ranks, in one collective. Every rank must pass the same names."""
-    parts = sorted(metrics.parts.items())
-    tensors = [getattr(part, field.name) for _, part in parts for field in fields(part)]
-    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+    tensors = {
+        (name, field.name): value
+        for name, part in sorted(metrics.parts.items())
+        for field in fields(part)
+        if isinstance(value := getattr(part, field.name), Tensor)
+    }
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors.values()])
     gathered = flat.new_empty(dist.get_world_size(group) * flat.numel())
     dist.all_gather_into_tensor(gathered, flat, group=group)
 
     def unpacked(row: Tensor) -> Metrics:
-        values = zip(row.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
-        each = (value.view(tensor.shape).to(tensor.dtype) for value, tensor in values)
-        found = {name: replace(part, **{one.name: next(each) for one in fields(part)}) for name, part in parts}
-        return Metrics({name: found[name] for name in metrics.parts})
+        values: dict[str, dict[str, Tensor]] = {name: {} for name in metrics.parts}
+        pieces = row.split([tensor.numel() for tensor in tensors.values()])
+        for ((name, field), tensor), piece in zip(tensors.items(), pieces, strict=True):
+            values[name][field] = piece.view(tensor.shape).to(tensor.dtype)
+        return Metrics({name: replace(part, **values[name]) for name, part in metrics.parts.items()})
 
     return reduce(add, map(unpacked, gathered.view(-1, flat.numel())))
