@@ -173,10 +173,10 @@ class RatioStatistics(Mergeable):
         # since exp of the 0 at untrained positions is 1.
         log_p, log_q = select(numerator, mask), select(denominator, mask)
         n = total(histogram.counts)
-        # Without a center near their mean, squares of nearly equal probabilities would lose their digits in float32.
-        center = (log_p.sum() / n.clamp(min=1).to(log_p.dtype)).exp()
-        p, q = (select(log.exp().sub_(center), mask) for log in (log_p, log_q))
-        total_p, total_q, center = total(p), total(q), center.double()
+        # Without centers near their means, squares of nearly equal probabilities would lose their digits in float32.
+        center_p, center_q = ((log.sum() / n.clamp(min=1).to(log.dtype)).exp() for log in (log_p, log_q))
+        p, q = select(log_p.exp() - center_p, mask), select(log_q.exp() - center_q, mask)
+        total_p, total_q, center_p, center_q = total(p), total(q), center_p.double(), center_q.double()
         return cls(
             tokens=n,
             log=total(log),
@@ -187,11 +187,11 @@ class RatioStatistics(Mergeable):
             excess=total(excess),
             excess_square=_dot(excess, excess),
             k3=total(k3(log, excess)),
-            p=total_p + n * center,
-            q=total_q + n * center,
-            p_square=_dot(p, p) + center * (2 * total_p + n * center),
-            q_square=_dot(q, q) + center * (2 * total_q + n * center),
-            p_q=_dot(p, q) + center * (total_p + total_q + n * center),
+            p=total_p + n * center_p,
+            q=total_q + n * center_q,
+            p_square=_dot(p, p) + center_p * (2 * total_p + n * center_p),
+            q_square=_dot(q, q) + center_q * (2 * total_q + n * center_q),
+            p_q=_dot(p, q) + center_q * total_p + center_p * (total_q + n * center_q),
             histogram=histogram.counts,
             ppl_train=_perplexity(ratios.sequences.mean(log_p), ratios.sequences),
             **_sequence_sums(ratios),

@@ -45,7 +45,7 @@ def test_figures_are_those_of_mismatch(noise: float) -> None:
 
 
 def test_figures_with_log_ratios_beyond_the_safety_bound() -> None:
-    data = table([[30.0, -25.0], [0.1, 0.2]], behavior=-40.0)
+    data = table([[30.0, -25.0], [0.1, 0.2]], behavior=[[-40.0, -41.0], [-42.0, -43.0]])
     exact = trimtab.mismatch(*padded(data, torch.float64)).finalize()
     assert whole(data).size.mismatch == pytest.approx(exact)
     assert exact["ratio_bounded"] == 0.5
