@@ -8,17 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimtab.diagnosis.tokens import TokenTable, k3
-from trimtab.errors import Finding, Status, TrimtabError
+from trimtab.errors import Finding, TrimtabError
 from trimtab.runs.provenance import versions
 from trimtab.trainer import tasks
 from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
@@ -44,19 +44,11 @@ BOUNDS = {"invariant": 0.0, "float32": 1e-8, "16 bits": 1e-2, "quantized": 1e-1}
 """Largest k3 by numerics, from the ranges in `metrics.toml`."""
 
 
-class Outcome(NamedTuple):
-    """The result of a check: `Check` without its name."""
-
-    status: Status
-    detail: str
-    next_step: str = ""
-    figures: dict[str, float] | None = None
-
-
 @dataclass(frozen=True)
 class Check(Finding):
-    """A finding with its numbers by name (`figures`)."""
+    """The result of a check, with its numbers by name (`figures`). `run_checks` sets `name`."""
 
+    name: str = field(default="", kw_only=True)
     figures: dict[str, float] | None = None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.diagnosis.records import CAUSES
-from trimtab.preflight.engine_pair import EXACT, MARGIN, EnginePair, Outcome, ScoredResponses
+from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
 from trimtab.text import join_names, short
 from trimtab.trainer.models.sharding import named_weights
 from trimtab.types import Prompt
@@ -27,7 +27,7 @@ ADAPTER_NOISE = 0.02
 PROBES, PROBE_TOKENS = 32, 16
 
 
-def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Publishes changed weights and names the tensors that did not arrive. Publishes the old weights at the end."""
     seen, unseen = pair.prompts[:PROBES], _never_asked(pair.prompts)
     before = pair.compare(seen, PROBE_TOKENS).k3
@@ -56,9 +56,9 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
         figures["tensors/changed"], figures["tensors/different"] = float(len(changed)), float(len(wrong))
     if not problem:
         agree = f"; all {len(changed)} changed tensors are equal to the bit" if changed else ""
-        return Outcome("ok", f"{detail}{agree}", "", figures)
+        return Check("ok", f"{detail}{agree}", "", figures)
     status = "note" if withheld.k3 <= limit and not wrong else "fail"
-    return Outcome(status, f"{detail}; {problem}", step, figures)
+    return Check(status, f"{detail}; {problem}", step, figures)
 
 
 def _never_asked(prompts: Sequence[Prompt]) -> list[Prompt]:
