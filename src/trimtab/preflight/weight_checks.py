@@ -1,8 +1,8 @@
 """The check that changed weights arrive in the sampler, and that it returns no log-probs cached under old weights.
 
-Every trained weight gets seeded noise. Before the noise is published, the mismatch must grow, or the check could see
-nothing; afterwards it must return to its old size. If the sampler returns the tensors in use, they are also compared
-with the published tensors, because the effect of a single old one may be smaller than rounding.
+Every trained weight (LoRA: `lora_B` only) gets seeded noise. Before the noise is published, the mismatch must grow, or
+the check could see nothing; afterwards it must return to its old size. If the sampler returns the tensors in use, they
+are also compared with the published tensors, because the effect of a single old one may be smaller than rounding.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
                 problem, step = _verdict(pair, withheld, published, fresh, limit)
     finally:
         pair.publish()  # after an error too: a server goes on with these weights
+    change = f"every trained weight changed by {NOISE:.0%}"
+    if pair.lora:
+        change = f"every lora_B matrix got noise of {ADAPTER_NOISE:g}"
     detail = (
-        f"every trained weight changed by {NOISE:.0%}: k3 {short(before)} before, {short(withheld.k3)} while the "
+        f"{change}: k3 {short(before)} before, {short(withheld.k3)} while the "
         f"change is withheld, {short(published.k3)} once it is published"
     )
     figures = {"k3/before": before, "k3/withheld": withheld.k3, "k3/published": published.k3}

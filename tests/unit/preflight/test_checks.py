@@ -241,11 +241,16 @@ def test_raw_log_probs_at_temperature_1_are_a_note(make_pair: MakePair) -> None:
     assert "at temperature 0.7" in found.detail
 
 
-def test_weights_and_versions_are_restored(make_pair: MakePair) -> None:
-    pair = make_pair()
+@pytest.mark.parametrize(
+    ("sets", "change"),
+    [((), "every trained weight changed by 10%"), ((LORA,), "every lora_B matrix got noise of 0.02")],
+)
+def test_weights_and_versions_are_restored(make_pair: MakePair, sets: Sequence[str], change: str) -> None:
+    pair = make_pair(sets=sets)
     before = {name: p.clone() for name, p in pair.model.named_parameters()}
     first = pair.sample(pair.prompts[:4], 20)
-    assert check_weights(pair, {}).status == "ok"
+    found = check_weights(pair, {})
+    assert (found.status, found.detail.partition(":")[0]) == ("ok", change)
     assert all(torch.equal(before[name], p) for name, p in pair.model.named_parameters())
     assert not np.any(common_log_ratio(first, pair.sample(pair.prompts[:4], 20)))
 
