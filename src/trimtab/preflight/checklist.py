@@ -91,7 +91,9 @@ def run_checks(
     on_progress: Callable[[str], None],
     on_check: Callable[[Check], None] = lambda _: None,
 ) -> Preflight:
-    """Publishes the trainer's weights and runs every check. A check that raises `TrimtabError` counts as failed.
+    """Publishes the trainer's weights and runs the checks, up to the one in which the engine dies.
+
+    A check that raises `TrimtabError` counts as failed.
 
     lengths: lengths of responses in tokens, cut to the context. on_progress: called with the name of the next step.
     on_check: called with each finished check.
@@ -105,12 +107,15 @@ def run_checks(
     found: list[Check] = []
     for name, check in CHECKS.items():
         on_progress(name)
+        dead = False
         try:
             outcome = check.run(pair, samples)
         except TrimtabError as error:
-            outcome = Check("fail", str(error))
+            outcome, dead = Check("fail", str(error)), isinstance(error, EngineDeadError)
         found.append(replace(outcome, name=name))
         on_check(found[-1])
+        if dead:
+            break
     return Preflight(facts, pair.bound, found, samples)
 
 

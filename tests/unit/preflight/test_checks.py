@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.support import faulty_engines as faults
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.preflight import checklist
 from trimtab.preflight.checklist import PARTS, check_prefill, prefill_verdict
 from trimtab.preflight.engine_pair import BOUNDS, EnginePair, build_pair, common_log_ratio, default_bound, pair_config
@@ -264,6 +264,19 @@ def test_what_the_engine_refuses_has_failed(make_pair: MakePair, monkeypatch: py
     [failed] = [check for check in result.checks if check.status == "fail"]
     assert (failed.name, failed.detail) == ("sampling settings", "set top_p = 1")
     assert result.verdict == "not fit to train: sampling settings"
+
+
+def test_a_dead_engine_ends_the_checks(make_pair: MakePair) -> None:
+    class Dying(faults.Wrapped):
+        def generate(self, prompts: Any, samples: int, sampling: Any, **rest: Any) -> list[list[Completion]]:
+            if sampling.top_logprobs:  # as `distribution` asks first
+                raise EngineDeadError("the engine's process was killed during generate")
+            return super().generate(prompts, samples, sampling, **rest)
+
+    result = checklist.run_checks(plant(make_pair(), Dying), [8], {"model": "laboratory"}, lambda _: None)
+    assert [check.name for check in result.checks] == ["mismatch", "prefill", "distribution"]
+    assert [check.status for check in result.checks] == ["ok", "ok", "fail"]
+    assert result.checks[-1].detail == "the engine's process was killed during generate"
 
 
 def test_dropout_is_named(make_pair: MakePair) -> None:
