@@ -93,10 +93,8 @@ def run_checks(
 ) -> Preflight:
     """Publishes the trainer's weights and runs the checks, up to the one in which the engine dies.
 
-    A check that raises `TrimtabError` counts as failed.
-
-    lengths: lengths of responses in tokens, cut to the context. on_progress: called with the name of the next step.
-    on_check: called with each finished check.
+    A check that raises `TrimtabError` counts as failed. lengths: of responses in tokens, cut to the context.
+    on_progress: called with the name of the next step. on_check: called with each finished check.
     """
     pair.publish()
     samples: dict[int, ScoredResponses] = {}

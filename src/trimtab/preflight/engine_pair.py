@@ -294,8 +294,7 @@ def build_pair(
 ) -> Iterator[EnginePair]:
     """Loads the model and starts the engine, which is closed at the end.
 
-    trainer: a key of `FORWARDS`. file: prompts, one per line. notify: called with a line of text while waiting for
-    servers.
+    trainer: a key of `FORWARDS`. file: prompts, one per line. notify: called with text while waiting for servers.
     """
     if trainer == "transformers" and config.numerics == "invariant":
         raise TrimtabError('numerics = "invariant" is of the trimtab trainer: use --trainer trimtab')

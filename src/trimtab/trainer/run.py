@@ -136,8 +136,9 @@ def train(
             text = command or provenance.command()
             start = provenance.record_start(run, config.engine.type, text, started, first_step=first, ranks=ranks)
             cleanup.enter_context(start)
-        equation = trainer.learner.objective.equation(config.advantage.kind)
-        observer.started(config, equation, config.trainer.steps, run.path)
+        observer.started(
+            config, trainer.learner.objective.equation(config.advantage.kind), config.trainer.steps, run.path
+        )
         return TrainResult(run.path, trainer.train())
 
 
@@ -240,8 +241,7 @@ def _build_source(
     built: Objective, collector: Collector, engines: Sequence[Engine], observer: Observer, canary: Canary | None
 ) -> RolloutSource:
     config = collector.config
-    advantage = config.advantage.kind or built.advantage
-    relative = advantage not in (BATCH_BASELINE, DISTILLATION)
+    relative = (config.advantage.kind or built.advantage) not in (BATCH_BASELINE, DISTILLATION)
     buffer = Buffer(config.trainer, relative_to_group=relative, single_behavior=built.single_behavior)
     if config.has_engine_threads:
         return AsyncSource(collector, buffer, engines, observer.message, canary)
