@@ -136,9 +136,8 @@ def train(
             text = command or provenance.command()
             start = provenance.record_start(run, config.engine.type, text, started, first_step=first, ranks=ranks)
             cleanup.enter_context(start)
-        observer.started(
-            config, trainer.learner.objective.equation(config.advantage.kind), config.trainer.steps, run.path
-        )
+        equation = trainer.learner.objective.equation(config.advantage.kind)
+        observer.started(config, equation, config.trainer.steps, run.path)
         return TrainResult(run.path, trainer.train())
 
 
@@ -223,10 +222,11 @@ def build_trainer(
         own, *others = parts.held_out
         if isinstance(collector.responses, EpisodeResponses):
             own = replace(own, episodes=collector.responses.runner)
-        build_source = partial(_build_source, parts.objective, collector, engines, observer, canary)
         trainer = Trainer(
             config=config,
-            source=shared_source(collector, build_source),
+            source=shared_source(
+                collector, partial(_build_source, parts.objective, collector, engines, observer, canary)
+            ),
             learner=_build_learner(config, parts.objective, model, loaded, features),
             run=run,
             observer=observer,
