@@ -10,9 +10,7 @@ and `vllm-bfloat16` need the environment of `make vllm-cpu` and a process each, 
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 
 from shared import options_of
 from trimtab.preflight.checklist import PARTS, WHOLE, check_prefill
@@ -35,21 +33,18 @@ def measure(name: str, model: str, lengths: list[int], count: int, url: str) -> 
     sampler, sets = SAMPLERS[name]
     urls = [url] if sampler == "server" else None
     config = pair_config(model, sampler, None, urls, [*sets, "model.autocast=none"])
-    with tempfile.TemporaryDirectory() as folder:
-        pair = build_pair(config, "trimtab", None, default_bound(config, "trimtab"), Path(folder), print)
-        try:
-            pair.publish()
-            for length in lengths:
-                started = time.monotonic()
-                sampled = pair.compare(pair.prompts[:count], length)
-                found = check_prefill(pair, {length: sampled})
-                figures = found.figures or {}
-                cells = [f"{figures[f'k3/{each}']:.1e}" for each in PAIRS]
-                cells += [f"{figures[f'ratio_mean/{WHOLE}']:.5f}", found.status, f"{time.monotonic() - started:.0f}"]
-                tokens = len(sampled.logp_behavior)
-                print("|", " | ".join([name, f"{tokens // count}", f"{tokens}", *cells]), "|", flush=True)
-        finally:
-            pair.engine.close()
+    bound = default_bound(config, "trimtab")
+    with build_pair(config, "trimtab", None, bound, print) as pair:
+        pair.publish()
+        for length in lengths:
+            started = time.monotonic()
+            sampled = pair.compare(pair.prompts[:count], length)
+            found = check_prefill(pair, {length: sampled})
+            figures = found.figures or {}
+            cells = [f"{figures[f'k3/{each}']:.1e}" for each in PAIRS]
+            cells += [f"{figures[f'ratio_mean/{WHOLE}']:.5f}", found.status, f"{time.monotonic() - started:.0f}"]
+            tokens = len(sampled.logp_behavior)
+            print("|", " | ".join([name, f"{tokens // count}", f"{tokens}", *cells]), "|", flush=True)
 
 
 def main() -> None:

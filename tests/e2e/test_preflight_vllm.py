@@ -25,9 +25,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePair]:
     prompts.write_text("ab c w1 w2 w3 \nc a b w9 w8 w7 \n")
     sets = ["engine.vllm.memory=0.05", "engine.vllm.context=256"]
     config = pair_config(str(folder / "policy"), "vllm", "bfloat16", None, sets)
-    built = build_pair(config, "transformers", prompts, default_bound(config, "transformers"), folder, print)
-    yield built
-    built.engine.close()
+    bound = default_bound(config, "transformers")
+    with build_pair(config, "transformers", prompts, bound, print) as built:
+        yield built
 
 
 def test_a_healthy_engine_passes(pair: EnginePair) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tests.support.run_results import Messages
@@ -20,6 +21,7 @@ from trimtab.runs.layout import list_checkpoints
 from trimtab.runs.reader import read_run
 from trimtab.trainer.checkpoint import store
 from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models.perturbation import Perturbation
 from trimtab.trainer.run import train
 
@@ -45,6 +47,20 @@ def test_divergence_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
     verdict = health(read_run(tmp_path / "run"))
     assert verdict.state == "not healthy"
     assert "it ended with an error (3 updates in a row were not finite" in verdict.text
+
+
+def test_an_engine_that_was_started_is_closed_if_the_run_cannot_start(tmp_path: Path) -> None:
+    built: list[Any] = []  # kept, as a notebook keeps what is in the traceback of the last error
+
+    def engines(config: Config, *rest: Any) -> list[Any]:
+        built.extend(build_engines(config, *rest))
+        return built
+
+    # The context is read after the engines were started, since they may know a smaller one.
+    config = recipe("engine.workers=2", "sampling.max_tokens=100000")
+    with pytest.raises(TrimtabError, match="leaves no room for a prompt"):
+        train(config, out=tmp_path / "run", engines=engines)
+    assert [psutil.pid_exists(engine.transport.pid) for engine in built] == [False, False]
 
 
 def test_weights_that_overflow_are_never_saved(tmp_path: Path) -> None:

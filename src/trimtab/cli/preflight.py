@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,18 +76,14 @@ def preflight(
 
     config = pair_config(model, sampler, dtype, url, sets or [])
     limit = default_bound(config, trainer) if bound is None else bound
-    with only_json(as_json), tempfile.TemporaryDirectory() as folder, _progress() as (notify, show):
-        pair = build_pair(config, trainer, prompts, limit, Path(folder), notify)
-        try:
-            chosen = facts(config, trainer)
-            show("pair", f"{chosen['sampler']} | {chosen['trainer']} ({chosen['model']})")
+    with only_json(as_json), _progress() as (notify, show), build_pair(config, trainer, prompts, limit, notify) as pair:
+        chosen = facts(config, trainer)
+        show("pair", f"{chosen['sampler']} | {chosen['trainer']} ({chosen['model']})")
 
-            def on_check(check: Check) -> None:
-                show(f"{check.status:<6}{check.name}", check.text)
+        def on_check(check: Check) -> None:
+            show(f"{check.status:<6}{check.name}", check.text)
 
-            result = run_checks(pair, lengths or LENGTHS, chosen, notify, on_check)
-        finally:
-            pair.engine.close()
+        result = run_checks(pair, lengths or LENGTHS, chosen, notify, on_check)
         show("verdict", result.verdict)
     if html is not None:
         write_page(result, html, shlex.join(["trimtab", *sys.argv[1:]]))

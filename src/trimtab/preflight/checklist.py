@@ -1,13 +1,13 @@
 """The checks of a sampler and a trainer, in the order of `CHECKS`, and `run_checks`, which runs all of them.
 
-Each check takes the pair and its responses by length, and returns an `Outcome`. All checks use one set of weights,
-except `check_weights` (weight_checks.py), which changes the weights.
+Each check takes the pair and its responses by length, and returns a `Check` without a name. All checks use one set of
+weights, except `check_weights` (weight_checks.py), which changes the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from trimtab.diagnosis.measure import measure
 from trimtab.diagnosis.records import CAUSES, DataSummary, Measured
 from trimtab.diagnosis.tokens import TokenTable, excess, k3
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, Outcome, ScoredResponses, common_log_ratio
+from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses, common_log_ratio
 from trimtab.preflight.weight_checks import check_weights
 from trimtab.text import short
 from trimtab.trainer.chat_template import render
@@ -91,10 +91,10 @@ def run_checks(
     on_progress: Callable[[str], None],
     on_check: Callable[[Check], None] = lambda _: None,
 ) -> Preflight:
-    """Publishes the trainer's weights and runs every check. A check that raises `TrimtabError` counts as failed.
+    """Publishes the trainer's weights and runs the checks, up to the one in which the engine dies.
 
-    lengths: lengths of responses in tokens, cut to the context. on_progress: called with the name of the next step.
-    on_check: called with each finished check.
+    A check that raises `TrimtabError` counts as failed. lengths: of responses in tokens, cut to the context.
+    on_progress: called with the name of the next step. on_check: called with each finished check.
     """
     pair.publish()
     samples: dict[int, ScoredResponses] = {}
@@ -105,12 +105,15 @@ def run_checks(
     found: list[Check] = []
     for name, check in CHECKS.items():
         on_progress(name)
+        dead = False
         try:
             outcome = check.run(pair, samples)
         except TrimtabError as error:
-            outcome = Outcome("fail", str(error))
-        found.append(Check(name=name, **outcome._asdict()))
+            outcome, dead = Check("fail", str(error)), isinstance(error, EngineDeadError)
+        found.append(replace(outcome, name=name))
         on_check(found[-1])
+        if dead:
+            break
     return Preflight(facts, pair.bound, found, samples)
 
 
@@ -121,7 +124,7 @@ def measured_of(*parts: ScoredResponses) -> Measured:
     return measure([table], lambda: summary)
 
 
-def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
     """Checks k3 of each length, that the mean ratio is 1, and that the tokens show no fault known to diagnosis."""
     sizes = {length: measured_of(one).size.mismatch for length, one in samples.items()}
     whole = measured_of(*samples.values())
@@ -138,15 +141,15 @@ def check_mismatch(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> 
     )
     if faults:
         named = "; ".join(f"{cause.name}: {cause.evidence}" for cause in faults)
-        return Outcome("fail", f"{detail}; {named}", faults[0].fix, figures)
+        return Check("fail", f"{detail}; {named}", faults[0].fix, figures)
     if not max(size["k3"] for size in sizes.values()) <= pair.bound:
         fix = causes[0].fix if causes else CAUSES["unexplained"].fix
         named = f"; it looks like {causes[0].name}" if causes else ""
-        return Outcome("fail", f"{detail}{named}", fix, figures)
-    return Outcome("ok", detail, "", figures)
+        return Check("fail", f"{detail}{named}", fix, figures)
+    return Check("ok", detail, "", figures)
 
 
-def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
     """Compares the log-probs from decoding, from a prefill of the same ids in the sampler, and from the trainer.
 
     If decode and prefill differ, the cause is in what only decoding uses: the key-value cache and its kernels. If
@@ -154,7 +157,7 @@ def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> O
     temperature 1, since inference engines ignore the temperature in a prefill.
     """
     if (score := getattr(pair.engine, "prefill_logps", None)) is None:
-        return Outcome("note", "skipped: this sampler cannot score given responses")
+        return Check("note", "skipped: this sampler cannot score given responses")
     parts = list(samples.values())
     if pair.sampling.temperature != 1:
         longest = max(samples)
@@ -171,14 +174,14 @@ def check_prefill(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> O
         except EngineDeadError:
             raise
         except TrimtabError as error:
-            return Outcome("note", f"skipped: {error}")
+            return Check("note", f"skipped: {error}")
         pairs = zip(pieces, rows, part.logp_trainer, strict=True)
         logps += [(one.logp_behavior, row, trainer[: len(row)]) for one, row, trainer in pairs]
     decode, again, trainer = (np.concatenate(column).astype(np.float64) for column in zip(*logps, strict=True))
     return prefill_verdict(pair.bound, {"decode/prefill": again - decode, "prefill/trainer": trainer - again})
 
 
-def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Outcome:
+def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Check:
     """Returns the outcome, which names the part whose k3 is beyond the bound or whose mean ratio cannot be 1.
 
     log_ratios: (tokens,) for each key of `PARTS`. Decoding sampled the tokens: ratios over decode have the mean 1.
@@ -192,21 +195,21 @@ def prefill_verdict(bound: float, log_ratios: Mapping[str, np.ndarray]) -> Outco
     decode = next(iter(PARTS))
     shifted = [name for name in (decode, WHOLE) if judge_mean(excess(np.asarray(every[name]))) == "no"]
     if all(size <= bound for size in sizes.values()) and not shifted:
-        return Outcome("ok", detail, "", figures)
+        return Check("ok", detail, "", figures)
     beyond = [name for name in PARTS if not sizes[name] <= bound or name in shifted]
     beyond = beyond or [max(PARTS, key=lambda name: sizes[name])]
     found, advice = ("; ".join(texts) for texts in zip(*(PARTS[name] for name in beyond), strict=True))
-    return Outcome("fail", f"{detail}; {found}", advice, figures)
+    return Check("fail", f"{detail}; {found}", advice, figures)
 
 
-def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Compares the log-probs of all ids or of the most probable ids, not only of the sampled ids."""
     prompts = pair.prompts[:PROBES]
     completions = pair.sample(prompts, PROBE_TOKENS, top_logprobs=pair.top_logprobs)
     tops = [one.top for one in completions]
     lists = [top for top in tops if top is not None]
     if len(lists) < len(tops):
-        return Outcome("note", "not checked: the sampler returns log-probs of sampled tokens only")
+        return Check("note", "not checked: the sampler returns log-probs of sampled tokens only")
     scored = pair.score(prompts, completions, further=[top.ids for top in lists])
     sampler, trainer = (
         np.concatenate(parts).astype(np.float64) for parts in ([top.logps for top in lists], scored.further)
@@ -230,13 +233,13 @@ def check_distribution(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
         detail += (
             f"; at {is_top.mean():.0%} of the tokens the sampler reports the log-prob of the most probable id instead"
         )
-        return Outcome("fail", f"{detail} (wrong-token)", CAUSES["wrong-token"].fix, figures)
+        return Check("fail", f"{detail} (wrong-token)", CAUSES["wrong-token"].fix, figures)
     if not divergence <= max(pair.bound, EXACT):  # invariant numerics are promised for sampled tokens only
-        return Outcome("fail", detail, "compare weights, dtypes and temperatures", figures)
-    return Outcome("ok", detail, "", figures)
+        return Check("fail", detail, "compare weights, dtypes and temperatures", figures)
+    return Check("ok", detail, "", figures)
 
 
-def check_batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Checks whether a response has the same log-probs alone and in a batch."""
     alone = [pair.sample([prompt], PROBE_TOKENS)[0] for prompt in pair.prompts[:2]]
     figures, words = {}, []
@@ -249,15 +252,15 @@ def check_batch_sizes(pair: EnginePair, _samples: Mapping[int, ScoredResponses])
         words.append(f"{text} in a batch of {size}")
     detail = f"against a response alone: {', '.join(words)}"
     if max(figures.values()) <= pair.bound:
-        return Outcome("ok", detail, "", figures)
+        return Check("ok", detail, "", figures)
     advice = (
         "use batch-invariant kernels (vLLM: VLLM_BATCH_INVARIANT=1 on a GPU; SGLang: --enable-deterministic-inference; "
         'Trimtab: numerics = "invariant")'
     )
-    return Outcome("fail", detail, advice, figures)
+    return Check("fail", detail, advice, figures)
 
 
-def check_prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Checks repeated prompts, whose prefix is cached, and responses that continue a prefix."""
     prompts = pair.prompts[:PROBES]
     pair.publish()  # empties the cache
@@ -274,9 +277,9 @@ def check_prefix_cache(pair: EnginePair, _samples: Mapping[int, ScoredResponses]
         f"{short(sizes[1])} without it"
     )
     if again <= pair.bound and sizes[0] <= max(pair.bound, MARGIN * sizes[1]):
-        return Outcome("ok", detail, "", figures)
+        return Check("ok", detail, "", figures)
     advice = "compare with prefix caching off (vLLM: enable_prefix_caching=False, SGLang: --disable-radix-cache)"
-    return Outcome("fail", detail, advice, figures)
+    return Check("fail", detail, advice, figures)
 
 
 def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
@@ -287,7 +290,7 @@ def _difference(log_ratio: np.ndarray) -> tuple[float, str]:
     return size, f"k3 {short(size)}" if np.any(log_ratio) else "equal to the bit"
 
 
-def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Checks whether the log-probs describe the sampled distribution or the distribution of the raw logits."""
     configured, prompts = pair.sampling, pair.prompts[:PROBES]
     neutral = configured.temperature == 1 and not configured.truncated
@@ -308,14 +311,14 @@ def check_sampling_settings(pair: EnginePair, _samples: Mapping[int, ScoredRespo
     detail = f"at {settings} the log-probs are {nearest}: {shown}"
     figures = {f"distance/{name}": value for name, value in distances.items()}
     if nearest == "processed":
-        return Outcome("ok", detail, "", figures)
+        return Check("ok", detail, "", figures)
     cause = "raw-logprobs" if nearest == "raw" else "truncated-sampling"
     if neutral:
-        return Outcome("note", f"{detail}; at temperature 1, as configured, both agree", "", figures)
-    return Outcome("fail", f"{detail} ({cause})", CAUSES[cause].fix, figures)
+        return Check("note", f"{detail}; at temperature 1, as configured, both agree", "", figures)
+    return Check("fail", f"{detail} ({cause})", CAUSES[cause].fix, figures)
 
 
-def check_end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Checks the tokens that end responses, the log-probs there, and that padding does not matter in the trainer."""
     prompts = pair.prompts[:PROBES]
     scored = pair.compare(prompts, 4 * PROBE_TOKENS, ignore_stop=False)
@@ -348,8 +351,8 @@ def check_end_tokens(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) 
     summary = f"{len(ends)} of {len(prompts)} responses ended, k3 {short(far)} there; padding k3 {short(padding)}"
     if faults:
         fix = "give sampler and trainer the end tokens of the chat template, and train on the ids that were sampled"
-        return Outcome("fail", "; ".join(dict.fromkeys(faults)), fix, figures)
-    return Outcome("ok" if ends else "note", summary, "", figures)
+        return Check("fail", "; ".join(dict.fromkeys(faults)), fix, figures)
+    return Check("ok" if ends else "note", summary, "", figures)
 
 
 def _template_faults(pair: EnginePair) -> list[str]:
@@ -382,7 +385,7 @@ def _padding_effect(pair: EnginePair, scored: ScoredResponses) -> float:
     return float(k3(alone.logp_trainer[0] - scored.logp_trainer[shortest]).mean())
 
 
-def check_training_mode(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_training_mode(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
     """Compares training and evaluation mode of the trainer: before any update the ratio must be 1."""
     shortest = samples[min(samples)]
     prompts, completions = shortest.prompts[:2], shortest.completions[:2]
@@ -395,15 +398,15 @@ def check_training_mode(pair: EnginePair, samples: Mapping[int, ScoredResponses]
     size = float(k3(passes[0] - passes[1]).mean())
     detail, figures = f"k3 {short(size)} between training and evaluation mode of the trainer", {"k3/modes": size}
     if size <= pair.bound:
-        return Outcome("ok", detail, "", figures)
-    return Outcome("fail", detail, "switch dropout off: the first ratio must be 1", figures)
+        return Check("ok", detail, "", figures)
+    return Check("fail", detail, "switch dropout off: the first ratio must be 1", figures)
 
 
 class CheckOfPair(NamedTuple):
     """The question that a check answers, as the page prints it, and the check."""
 
     question: str
-    run: Callable[[EnginePair, Mapping[int, ScoredResponses]], Outcome]
+    run: Callable[[EnginePair, Mapping[int, ScoredResponses]], Check]
 
 
 CHECKS: Mapping[str, CheckOfPair] = {

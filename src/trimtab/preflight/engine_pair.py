@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimtab.diagnosis.tokens import TokenTable, k3
-from trimtab.errors import Finding, Status, TrimtabError
+from trimtab.errors import Finding, TrimtabError
 from trimtab.runs.provenance import versions
 from trimtab.trainer import tasks
 from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
@@ -44,19 +46,11 @@ BOUNDS = {"invariant": 0.0, "float32": 1e-8, "16 bits": 1e-2, "quantized": 1e-1}
 """Largest k3 by numerics, from the ranges in `metrics.toml`."""
 
 
-class Outcome(NamedTuple):
-    """The result of a check: `Check` without its name."""
-
-    status: Status
-    detail: str
-    next_step: str = ""
-    figures: dict[str, float] | None = None
-
-
 @dataclass(frozen=True)
 class Check(Finding):
-    """A finding with its numbers by name (`figures`)."""
+    """The result of a check, with its numbers by name (`figures`). `run_checks` sets `name`."""
 
+    name: str = field(default="", kw_only=True)
     figures: dict[str, float] | None = None
 
 
@@ -188,13 +182,8 @@ class EnginePair:
         changes: further fields of `SamplingParams`.
         """
         values = {"top_p": 1.0, "top_k": 0, "ignore_stop": True, "max_tokens": self.room(prompts, tokens)} | changes
-        groups = self.engine.generate(
-            prompts,
-            1,
-            replace(self.sampling, **values),
-            seed=SEED,
-            prefixes=None if prefixes is None else [[prefix] for prefix in prefixes],
-        )
+        rows = None if prefixes is None else [[prefix] for prefix in prefixes]
+        groups = self.engine.generate(prompts, 1, replace(self.sampling, **values), seed=SEED, prefixes=rows)
         return [group[0] for group in groups]
 
     @torch.no_grad()
@@ -299,55 +288,62 @@ def facts(config: Config, trainer: str) -> dict[str, str]:
     }
 
 
+@contextmanager
 def build_pair(
-    config: Config, trainer: str, file: Path | None, bound: float, folder: Path, notify: Callable[[str], None]
-) -> EnginePair:
-    """Loads the model and starts the engine.
+    config: Config, trainer: str, file: Path | None, bound: float, notify: Callable[[str], None]
+) -> Iterator[EnginePair]:
+    """Loads the model and starts the engine, which is closed at the end.
 
-    trainer: a key of `FORWARDS`. file: prompts, one per line. folder: for files from which an engine reads the model's
-    config. notify: called with a line of text while waiting for servers.
+    trainer: a key of `FORWARDS`. file: prompts, one per line. notify: called with text while waiting for servers.
     """
     if trainer == "transformers" and config.numerics == "invariant":
         raise TrimtabError('numerics = "invariant" is of the trimtab trainer: use --trainer trimtab')
+    lines = [] if file is None else _lines(file)
     if config.threads:
         torch.set_num_threads(config.threads)
     loaded = build_model(config)
-    save_model_files(loaded.model, loaded.tokenizer, folder / "model")
-    engine = build_engines(config, loaded, folder / "model", notify)[0]
-    model: Any = prepare_model(loaded.model, config)
-    if trainer == "transformers":
-        model.set_attn_implementation(ATTENTION)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    limits = (getattr(model.config, "max_position_embeddings", None), config.engine.context)
-    return EnginePair(
-        engine=engine,
-        model=model,
-        forward=FORWARDS[trainer],
-        autocast=config.model.autocast == "bfloat16",
-        vocabulary=vocabulary,
-        tokenizer=loaded.tokenizer,
-        prompts=_prompts(config, loaded.tokenizer, file),
-        sampling=SamplingParams(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
-        context=min((limit for limit in limits if limit), default=None),
-        bound=bound,
-        top_logprobs={"embedded": vocabulary, "vllm": TOP_LOGPROBS, "server": 0}[config.engine.type],
-        stop_ids=eos_ids(loaded.tokenizer, model.config, loaded.model.generation_config),
-        lora=bool(config.model.lora.rank),
-        weights_in_use=config.engine.type == "embedded" and not config.engine.changes_weights,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder) / "model"  # an engine reads the model's config there
+        save_model_files(loaded.model, loaded.tokenizer, files)
+        with closing(build_engines(config, loaded, files, notify)[0]) as engine:
+            model: Any = prepare_model(loaded.model, config)
+            if trainer == "transformers":
+                model.set_attn_implementation(ATTENTION)
+            vocabulary = model.get_input_embeddings().num_embeddings
+            limits = (getattr(model.config, "max_position_embeddings", None), config.engine.context)
+            yield EnginePair(
+                engine=engine,
+                model=model,
+                forward=FORWARDS[trainer],
+                autocast=config.model.autocast == "bfloat16",
+                vocabulary=vocabulary,
+                tokenizer=loaded.tokenizer,
+                prompts=_prompts(config, loaded.tokenizer, lines),
+                sampling=SamplingParams(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
+                context=min((limit for limit in limits if limit), default=None),
+                bound=bound,
+                top_logprobs={"embedded": vocabulary, "vllm": TOP_LOGPROBS, "server": 0}[config.engine.type],
+                stop_ids=eos_ids(loaded.tokenizer, model.config, loaded.model.generation_config),
+                lora=bool(config.model.lora.rank),
+                weights_in_use=config.engine.type == "embedded" and not config.engine.changes_weights,
+            )
 
 
-def _prompts(config: Config, tokenizer: Any, file: Path | None) -> Sequence[Prompt]:
-    """Returns `PROMPTS` prompts: from the recipe's task, or the lines of a file, repeated as often as needed."""
-    if file is None:
-        stream = PromptStream(tasks.build(config.task.name, **config.task.keywords), tokenizer, config.seed)
-        return stream.at(0, PROMPTS)
+def _lines(file: Path) -> list[str]:
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise TrimtabError(f"--prompts {file} cannot be read: {error}") from None
     if not lines:
         raise TrimtabError(f"--prompts {file} has no line with text: write a prompt into each line")
+    return lines
+
+
+def _prompts(config: Config, tokenizer: Any, lines: Sequence[str]) -> Sequence[Prompt]:
+    """Returns `PROMPTS` prompts: the lines, repeated as often as needed; without lines those of the recipe's task."""
+    if not lines:
+        stream = PromptStream(tasks.build(config.task.name, **config.task.keywords), tokenizer, config.seed)
+        return stream.at(0, PROMPTS)
     # A template writes the special tokens that a prompt needs; the tokenizer would add them again.
     texts = itertools.islice(itertools.cycle(lines), PROMPTS)
     ids = [np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64) for text in texts]

@@ -1,8 +1,8 @@
 """The check that changed weights arrive in the sampler, and that it returns no log-probs cached under old weights.
 
-Every trained weight gets seeded noise. Before the noise is published, the mismatch must grow, or the check could see
-nothing; afterwards it must return to its old size. If the sampler returns the tensors in use, they are also compared
-with the published tensors, because the effect of a single old one may be smaller than rounding.
+Every trained weight (LoRA: `lora_B` only) gets seeded noise. Before the noise is published, the mismatch must grow, or
+the check could see nothing; afterwards it must return to its old size. If the sampler returns the tensors in use, they
+are also compared with the published tensors, because the effect of a single old one may be smaller than rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.diagnosis.records import CAUSES
-from trimtab.preflight.engine_pair import EXACT, MARGIN, EnginePair, Outcome, ScoredResponses
+from trimtab.preflight.engine_pair import EXACT, MARGIN, Check, EnginePair, ScoredResponses
 from trimtab.text import join_names, short
 from trimtab.trainer.models.sharding import named_weights
 from trimtab.types import Prompt
@@ -27,7 +27,7 @@ ADAPTER_NOISE = 0.02
 PROBES, PROBE_TOKENS = 32, 16
 
 
-def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Outcome:
+def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> Check:
     """Publishes changed weights and names the tensors that did not arrive. Publishes the old weights at the end."""
     seen, unseen = pair.prompts[:PROBES], _never_asked(pair.prompts)
     before = pair.compare(seen, PROBE_TOKENS).k3
@@ -46,8 +46,11 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
                 problem, step = _verdict(pair, withheld, published, fresh, limit)
     finally:
         pair.publish()  # after an error too: a server goes on with these weights
+    change = f"every trained weight changed by {NOISE:.0%}"
+    if pair.lora:
+        change = f"every lora_B matrix got noise of {ADAPTER_NOISE:g}"
     detail = (
-        f"every trained weight changed by {NOISE:.0%}: k3 {short(before)} before, {short(withheld.k3)} while the "
+        f"{change}: k3 {short(before)} before, {short(withheld.k3)} while the "
         f"change is withheld, {short(published.k3)} once it is published"
     )
     figures = {"k3/before": before, "k3/withheld": withheld.k3, "k3/published": published.k3}
@@ -56,9 +59,9 @@ def check_weights(pair: EnginePair, _samples: Mapping[int, ScoredResponses]) -> 
         figures["tensors/changed"], figures["tensors/different"] = float(len(changed)), float(len(wrong))
     if not problem:
         agree = f"; all {len(changed)} changed tensors are equal to the bit" if changed else ""
-        return Outcome("ok", f"{detail}{agree}", "", figures)
+        return Check("ok", f"{detail}{agree}", "", figures)
     status = "note" if withheld.k3 <= limit and not wrong else "fail"
-    return Outcome(status, f"{detail}; {problem}", step, figures)
+    return Check(status, f"{detail}; {problem}", step, figures)
 
 
 def _never_asked(prompts: Sequence[Prompt]) -> list[Prompt]:

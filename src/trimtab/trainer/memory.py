@@ -203,7 +203,7 @@ def _copies(shape: Shape, rank: Rank) -> float:
         return 0.0 if rank.compute == rank.master else shape.layers * shape.layer * rank.compute
     # The current and the next layer, gathered; the full gradient of one layer, and its copy during reduce-scatter.
     layers = 2 * shape.layer * rank.compute + shape.layer * (rank.compute + FLOAT32)
-    # Embedding and head are not sharded and keep the master dtype; the gradient of the head is counted as its own term.
+    # Embedding and head, gathered in the master dtype until the backward ends; the term `head` has the head's gradient.
     outside = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
     return layers + (2 * outside - shape.vocabulary * shape.hidden) * rank.master
 

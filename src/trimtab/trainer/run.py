@@ -212,34 +212,40 @@ def build_trainer(
         loaded.model.to(ranks.device)  # pyright: ignore[reportArgumentType]
     build = factory or partial(build_engines, notify=observer.message)
     engines = build(config, loaded, run.model_folder) if ranks.is_leader else []
-    canary = Canary.build(config, loaded.tokenizer, loaded.model)
-    model = prepare_model(loaded.model, config)
-    features = list(build_features(config, model, parts.objective, canary, ranks, observer.message))
-    collector = _build_collector(config, parts, loaded, [getattr(engine, "context", None) for engine in engines])
-    own, *others = parts.held_out
-    if isinstance(collector.responses, EpisodeResponses):
-        own = replace(own, episodes=collector.responses.runner)
-    advantage = config.advantage.kind or parts.objective.advantage
-    buffer = Buffer(
-        config.trainer,
-        relative_to_group=advantage not in (BATCH_BASELINE, DISTILLATION),
-        single_behavior=parts.objective.single_behavior,
-    )
+    with ExitStack() as started:  # closes the engines, if an error follows
+        for engine in engines:
+            started.callback(engine.close)
+        canary = Canary.build(config, loaded.tokenizer, loaded.model)
+        model = prepare_model(loaded.model, config)
+        features = list(build_features(config, model, parts.objective, canary, ranks, observer.message))
+        collector = _build_collector(config, parts, loaded, [getattr(engine, "context", None) for engine in engines])
+        own, *others = parts.held_out
+        if isinstance(collector.responses, EpisodeResponses):
+            own = replace(own, episodes=collector.responses.runner)
+        trainer = Trainer(
+            config=config,
+            source=shared_source(
+                collector, partial(_build_source, parts.objective, collector, engines, observer, canary)
+            ),
+            learner=_build_learner(config, parts.objective, model, loaded, features),
+            run=run,
+            observer=observer,
+            guard=Guard(config, own.task.name),
+            held_out=[one.without_long(collector) for one in (own, *others)],
+        )
+        started.pop_all()
+        return trainer
 
-    def build_source() -> RolloutSource:
-        if config.has_engine_threads:
-            return AsyncSource(collector, buffer, engines, observer.message, canary)
-        return SyncSource(collector, buffer, engines[0], canary)
 
-    return Trainer(
-        config=config,
-        source=shared_source(collector, build_source),
-        learner=_build_learner(config, parts.objective, model, loaded, features),
-        run=run,
-        observer=observer,
-        guard=Guard(config, own.task.name),
-        held_out=[one.without_long(collector) for one in (own, *others)],
-    )
+def _build_source(
+    built: Objective, collector: Collector, engines: Sequence[Engine], observer: Observer, canary: Canary | None
+) -> RolloutSource:
+    config = collector.config
+    relative = (config.advantage.kind or built.advantage) not in (BATCH_BASELINE, DISTILLATION)
+    buffer = Buffer(config.trainer, relative_to_group=relative, single_behavior=built.single_behavior)
+    if config.has_engine_threads:
+        return AsyncSource(collector, buffer, engines, observer.message, canary)
+    return SyncSource(collector, buffer, engines[0], canary)
 
 
 def _build_learner(

@@ -12,7 +12,7 @@ from tests.support.commands import Printed
 
 from trimtab.cli import main
 from trimtab.preflight import checklist, engine_pair
-from trimtab.preflight.engine_pair import EnginePair, Outcome, ScoredResponses
+from trimtab.preflight.engine_pair import Check, EnginePair, ScoredResponses
 from trimtab.runs.provenance import versions
 
 NAMES = [
@@ -54,7 +54,7 @@ def test_each_line_is_printed_when_its_check_ends(
 ) -> None:
     seen: list[list[str]] = []
 
-    def watched(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Outcome:
+    def watched(pair: EnginePair, samples: Mapping[int, ScoredResponses]) -> Check:
         printed = capsys.readouterr()
         seen.extend((printed.out.splitlines(), printed.err.splitlines()))
         return real.run(pair, samples)

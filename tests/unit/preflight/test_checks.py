@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tests.support import faulty_engines as faults
 
-from trimtab.errors import TrimtabError
-from trimtab.preflight import checklist
+from trimtab.errors import EngineDeadError, TrimtabError
+from trimtab.preflight import checklist, engine_pair
 from trimtab.preflight.checklist import PARTS, check_prefill, prefill_verdict
 from trimtab.preflight.engine_pair import BOUNDS, EnginePair, build_pair, common_log_ratio, default_bound, pair_config
 from trimtab.preflight.weight_checks import check_weights
+from trimtab.trainer.engines.factory import build_engines
 from trimtab.types import Completion, Engine
 
 MakePair = Callable[..., EnginePair]
@@ -25,16 +28,20 @@ INT8, INVARIANT = "engine.quantize=int8", "numerics=invariant"
 
 
 @pytest.fixture
-def make_pair(tmp_path: Path) -> MakePair:
+def make_pair() -> Iterator[MakePair]:
+    cleanup = ExitStack()
+
     def make(
         dtype: str = "float32", sets: Sequence[str] = (), trainer: str = "trimtab", file: Path | None = None
     ) -> EnginePair:
         config = pair_config("laboratory", None, dtype, None, sets)
-        pair = build_pair(config, trainer, file, default_bound(config, trainer), tmp_path, print)
+        bound = default_bound(config, trainer)
+        pair = cleanup.enter_context(build_pair(config, trainer, file, bound, print))
         pair.publish()
         return pair
 
-    return make
+    with cleanup:
+        yield make
 
 
 def plant(pair: EnginePair, fault: Callable[[Engine], Any], *, visible: bool = False) -> EnginePair:
@@ -241,11 +248,16 @@ def test_raw_log_probs_at_temperature_1_are_a_note(make_pair: MakePair) -> None:
     assert "at temperature 0.7" in found.detail
 
 
-def test_weights_and_versions_are_restored(make_pair: MakePair) -> None:
-    pair = make_pair()
+@pytest.mark.parametrize(
+    ("sets", "change"),
+    [((), "every trained weight changed by 10%"), ((LORA,), "every lora_B matrix got noise of 0.02")],
+)
+def test_weights_and_versions_are_restored(make_pair: MakePair, sets: Sequence[str], change: str) -> None:
+    pair = make_pair(sets=sets)
     before = {name: p.clone() for name, p in pair.model.named_parameters()}
     first = pair.sample(pair.prompts[:4], 20)
-    assert check_weights(pair, {}).status == "ok"
+    found = check_weights(pair, {})
+    assert (found.status, found.detail.partition(":")[0]) == ("ok", change)
     assert all(torch.equal(before[name], p) for name, p in pair.model.named_parameters())
     assert not np.any(common_log_ratio(first, pair.sample(pair.prompts[:4], 20)))
 
@@ -261,6 +273,19 @@ def test_what_the_engine_refuses_has_failed(make_pair: MakePair, monkeypatch: py
     assert result.verdict == "not fit to train: sampling settings"
 
 
+def test_a_dead_engine_ends_the_checks(make_pair: MakePair) -> None:
+    class Dying(faults.Wrapped):
+        def generate(self, prompts: Any, samples: int, sampling: Any, **rest: Any) -> list[list[Completion]]:
+            if sampling.top_logprobs:  # as `distribution` asks first
+                raise EngineDeadError("the engine's process was killed during generate")
+            return super().generate(prompts, samples, sampling, **rest)
+
+    result = checklist.run_checks(plant(make_pair(), Dying), [8], {"model": "laboratory"}, lambda _: None)
+    assert [check.name for check in result.checks] == ["mismatch", "prefill", "distribution"]
+    assert [check.status for check in result.checks] == ["ok", "ok", "fail"]
+    assert result.checks[-1].detail == "the engine's process was killed during generate"
+
+
 def test_dropout_is_named(make_pair: MakePair) -> None:
     pair = make_pair()
     samples = {20: pair.compare(pair.prompts[:4], 20)}
@@ -273,7 +298,7 @@ def test_dropout_is_named(make_pair: MakePair) -> None:
 
 
 def test_prompts_of_a_file_are_repeated_and_short_contexts_shorten_responses(
-    make_pair: MakePair, tmp_path: Path
+    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("3141592653=\n\n27=\n")
@@ -281,8 +306,23 @@ def test_prompts_of_a_file_are_repeated_and_short_contexts_shorten_responses(
     assert [len(prompt.ids) for prompt in pair.prompts] == [11, 3] * 32
     assert pair.room(pair.prompts, 2048) == 64 - 11
     file.write_text("\n")
+    monkeypatch.setattr(engine_pair, "build_model", None)  # the file is read before
     with pytest.raises(TrimtabError, match="no line with text"):
         make_pair(file=file)
+
+
+def test_the_engine_is_closed_if_the_pair_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []  # kept, as a notebook keeps what is in the traceback of the last error
+
+    def engines(*rest: Any) -> list[Any]:
+        built.extend(build_engines(*rest))
+        return built
+
+    monkeypatch.setattr(engine_pair, "build_engines", engines)
+    config = pair_config("laboratory", None, "float32", None, ["engine.workers=1", "task.name=other"])
+    with pytest.raises(TrimtabError, match="unknown task"), build_pair(config, "trimtab", None, 0.0, print):
+        pass
+    assert not psutil.pid_exists(built[0].transport.pid)
 
 
 def test_the_tokens_that_two_answers_share() -> None:

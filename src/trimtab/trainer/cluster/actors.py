@@ -132,21 +132,21 @@ def connect(config: RayConfig) -> Iterator[None]:
     shows_logs = worker._worker_logs_enabled
     handler, in_main = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
     try:
-        # Ray itself would try for 15 minutes if nothing listens at the address.
-        host, _, port = config.address.rpartition(":")
-        if host and port.isdecimal():
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
-        # Ray prints the death of an actor to stdout, amid the display and before `--json`; the run reports it instead.
-        worker._worker_logs_enabled = False
-        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
-        if in_main:
-            signal.signal(signal.SIGTERM, handler)  # Ray installs a handler that exits at once
-    except (OSError, ValueError, RuntimeError) as error:
-        raise TrimtabError(
-            f"no Ray cluster at ray.address = {config.address!r} ({first_line(error)}): start one with "
-            "`ray start --head`, or set ray.address"
-        ) from None
-    try:
+        try:
+            # Ray itself would try for 15 minutes if nothing listens at the address.
+            host, _, port = config.address.rpartition(":")
+            if host and port.isdecimal():
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
+            # Ray prints the death of an actor to stdout, amid the display and before `--json`; the run reports it.
+            worker._worker_logs_enabled = False
+            ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+            if in_main:
+                signal.signal(signal.SIGTERM, handler)  # Ray installs a handler that exits at once
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TrimtabError(
+                f"no Ray cluster at ray.address = {config.address!r} ({first_line(error)}): start one with "
+                "`ray start --head`, or set ray.address"
+            ) from None
         yield
     finally:
         ray.shutdown()
@@ -163,9 +163,8 @@ def reserve_slots(config: Config) -> Iterator[ActorSlots]:
     group = placement_group(bundles(config), strategy=config.ray.strategy)
     try:
         if not group.wait(config.ray.start_timeout):
-            requested = [
-                f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU" for (kind, cpus, gpus), count in Counter(actors).items()
-            ]
+            counts = Counter(actors).items()
+            requested = [f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU" for (kind, cpus, gpus), count in counts]
             cpus, gpus = (ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU"))
             raise TrimtabError(
                 f"the cluster did not give {'; '.join(requested)} within {config.ray.start_timeout:g} s "

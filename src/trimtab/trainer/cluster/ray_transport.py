@@ -75,9 +75,9 @@ class EngineActor(EngineHost):
         return self.progress(), turns
 
     def close(self) -> None:
-        if self.engine is not None:  # it may still be starting
-            self.engine.close()
-        self._folder.cleanup()
+        with self._folder:  # removed in any case
+            if self.engine is not None:  # it may still be starting
+                self.engine.close()
 
 
 class RayTransport:
@@ -162,7 +162,7 @@ class RayTransport:
         kill_actor(self._host)
 
     def close(self) -> None:
-        with contextlib.suppress(ActorLost):
+        with contextlib.suppress(Exception):  # whatever the engine raises, its process ends
             get_result(self._host.close.remote(), SHUTDOWN_TIMEOUT)
         kill_actor(self._host)
 

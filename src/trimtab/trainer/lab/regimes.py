@@ -57,7 +57,7 @@ PARTS = {
     "stale-8": Regime("the sampler refreshed every 8 updates", {"trainer.sync_every": 8}, updates=128, rate=5e-5),
     "stale-32": Regime("the sampler refreshed every 32 updates", {"trainer.sync_every": 32}, updates=128, rate=5e-5),
     "reuse-4": Regime(
-        "4 updates on every batch (4 mini-batches, 1 epochs)",
+        "4 updates on every batch (4 mini-batches, 1 epoch)",
         {"trainer.minibatches": 4, "trainer.epochs": 1},
         updates=256,
     ),

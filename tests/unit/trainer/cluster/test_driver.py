@@ -6,11 +6,14 @@ from pathlib import Path
 from unittest.mock import Mock, call
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.trainer.cluster.actors import bundles
+from trimtab.errors import TrimtabError
+from trimtab.trainer.cluster import ray_transport
+from trimtab.trainer.cluster.actors import bundles, connect
 from trimtab.trainer.cluster.driver import EventBuffer, replay_events
 from trimtab.trainer.cluster.ray_transport import pack_shards, unpack_shards
 from trimtab.trainer.config import load_config
@@ -37,6 +40,25 @@ def test_events_arrive_in_order_with_only_the_newest_of_adjacent_phases() -> Non
         call.message("said"),
     ]
     assert relay.poll(0.0) == []
+
+
+def test_a_cluster_that_does_not_answer_leaves_the_logs_of_workers_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
+    worker = pytest.importorskip("ray._private.worker")
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=ConnectionError("it did not answer")))
+    with pytest.raises(TrimtabError, match=r"no Ray cluster .*it did not answer"), connect(CONFIG.ray):
+        pass
+    assert worker._worker_logs_enabled
+
+
+def test_an_actor_whose_engine_fails_to_close_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, kill = object.__new__(ray_transport.RayTransport), Mock()
+    transport._host = Mock()
+    monkeypatch.setattr(ray_transport, "get_result", Mock(side_effect=OSError("no space left")))
+    monkeypatch.setattr(ray_transport, "kill_actor", kill)
+    transport.close()
+    kill.assert_called_once_with(transport._host)
 
 
 def test_one_bundle_for_each_actor_trainers_first() -> None:

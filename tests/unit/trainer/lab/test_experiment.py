@@ -214,6 +214,7 @@ def test_updates_are_what_a_batch_makes_of_the_steps() -> None:
         "optim.lr=0.0001",
     )
     assert "trainer.steps=64" in regime("reuse-4").settings()
+    assert regime("reuse-4").description.endswith("(4 mini-batches, 1 epoch)")
 
 
 def test_a_mixture_has_both_mechanisms_the_longer_budget_and_the_lower_rate() -> None:

@@ -23,7 +23,7 @@ from trimtab.types import SamplingParams
 BLOCK_BYTES = 1 << 20
 # The inverse-CDF search runs over sums of this many tokens, then inside one such chunk: no vocabulary-wide cumsum.
 CHUNK = 128
-# Without top-k, top-p first considers this many tokens; the vocabulary is sorted only if a row needs more.
+# Without top-k, top-p first considers at least this many tokens; the vocabulary is sorted only if a row needs more.
 TOP_P_CANDIDATES = 256
 
 
@@ -140,7 +140,7 @@ def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sample_truncated(scores: Tensor, uniform: Tensor, sampling: SamplingParams) -> SampledTokens:
     vocabulary = scores.shape[1]
-    count = min(sampling.top_k or TOP_P_CANDIDATES, vocabulary)
+    count = min(sampling.top_k or max(TOP_P_CANDIDATES, sampling.top_logprobs), vocabulary)
     values, ids = scores.topk(count, -1)
     mass = values.double().exp()
     # Top-p applies to the mass that top-k has renormalized: every engine applies the two in this order.

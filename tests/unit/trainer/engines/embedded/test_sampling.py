@@ -76,6 +76,15 @@ def test_top_p_wider_than_the_candidates_sorts_the_vocabulary() -> None:
     assert len(sampled.kept[0]) > module.TOP_P_CANDIDATES > len(sampled.kept[1])
 
 
+def test_more_log_probs_than_candidates_have_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4)  # each row is a block, as each step of a response is
+    logits = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [10.0]])
+    sampled = sample_tokens(logits, stratified(2), SamplingParams(top_p=0.9, top_logprobs=300))
+    ids, logps = sampled.top
+    assert ids.shape == logps.shape == (2, 300)
+    assert len(sampled.kept[0]) > 300 > len(sampled.kept[1]) == (ids[1] >= 0).sum() == logps[1].isfinite().sum()
+
+
 def test_tied_scores_keep_exactly_k_tokens() -> None:
     sampled = sample_tokens(torch.zeros(200, 50), stratified(200), SamplingParams(top_k=4))
     assert {len(ids) for ids in sampled.kept} == {4}
