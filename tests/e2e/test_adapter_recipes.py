@@ -121,6 +121,7 @@ def test_areal_s_worker_trains_with_the_loss(python: forked.Run, tmp_path: Path)
         run(python, tmp_path, "worker.py", named)
 
 
+@pytest.mark.slow
 def test_openrlhf_s_actor_trains_with_the_loss(python: forked.Run, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
     (script,) = blocks("OpenRLHF")

@@ -60,6 +60,7 @@ def in_order(steps: int) -> list[list[int]]:
     return [list(range(step * PROMPTS, (step + 1) * PROMPTS)) for step in range(steps)]
 
 
+@pytest.mark.slow
 def test_a_run_with_two_engines(tmp_path: Path) -> None:
     """Evaluations pause generation; the canary checks both engines."""
     overrides = (

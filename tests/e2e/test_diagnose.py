@@ -69,6 +69,7 @@ def in_columns_of_trl(run: Path, folder: Path) -> list[Path]:
     return files
 
 
+@pytest.mark.slow
 def test_updates_that_never_arrive_are_named_in_the_columns_of_trl(tmp_path: Path) -> None:
     """The sampler keeps the first weights, also until k3 no longer rises."""
     run = laboratory(tmp_path, "lost", "trainer.steps=24", "trainer.sync_every=1000")

@@ -49,6 +49,7 @@ def logps(model: Any, responses: Responses) -> list[list[float]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_finding_names_the_side(tmp_path: Path) -> None:
     """The sampler had a doubled start token."""
     model = load_plain(BUNDLED).bfloat16()

@@ -70,12 +70,13 @@ def test_a_killed_sandbox_is_a_failure_and_not_a_wrong_answer(killed: str) -> No
     problem = Problem("x", "square", "", {"tests": "assert f(2) == 4"})
     items = [(problem, Response(text, "stop", 9)) for text in ("while True: pass", "def f(x): return x * x")]
     spec = RewardSpec("python-tests", timeout=60.0, options={"seconds": 30.0})
+    others = set(psutil.Process().children(recursive=True))  # such as those of `python`
     with rewards.build([spec], FREE) as scorer, ThreadPoolExecutor(1) as thread:
         assert scorer.score(items[1:])[0].total == 1.0  # starts the sandbox
         scoring = thread.submit(scorer.score, items)
-        while not (interpreters := [p for p in psutil.Process().children(recursive=True) if is_busy(p)]):
+        while not (busy := [p for p in {*psutil.Process().children(recursive=True)} - others if is_busy(p)]):
             time.sleep(0.05)
-        process = interpreters[0] if killed == "interpreter" else interpreters[0].parent()
+        process = busy[0] if killed == "interpreter" else busy[0].parent()
         assert process is not None
         process.kill()
         failed, passed = scoring.result()
