@@ -65,9 +65,9 @@ ALLOWED: dict[str, set[str]] = {
 INNER = {package.removeprefix("trainer.") for package in ALLOWED if package.startswith("trainer.")}
 MODULES = {"seeds", "processes", "chat_template", "registry"}
 """Modules of `trainer` that import nothing else of it."""
-LIMITS = {"src": 55_180, "tests": 53_980, "benchmarks": 11_380}
+LIMITS = {"src": 53_940, "tests": 53_910, "benchmarks": 11_370}
 """Lines of all Python files of a folder. A change that adds lines removes as many elsewhere."""
-WORDS = 58_000
+WORDS = 57_960
 """Words of README, CONTRIBUTING and the pages of docs."""
 CORE = [ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "files", "plugins", "text", "types")] + [
     path
