@@ -31,14 +31,14 @@ from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import list_checkpoints
 from trimtab.trainer.checkpoint import store
 
-PROMPTS, LAG = 4, 4
+PROMPTS, SAMPLES, LAG = 4, 4, 4
 
 
 def command(out: Path, options: argparse.Namespace) -> list[str]:
     sets = [
         f"trainer.steps={options.steps}",
         f"trainer.prompts={PROMPTS}",
-        "trainer.samples=4",
+        f"trainer.samples={SAMPLES}",
         f"trainer.max_lag={LAG}",
         f'trainer.in_flight="{options.in_flight}"',
         "engine.workers=2",
@@ -109,10 +109,12 @@ def examine(out: Path) -> None:
     books = store.load(list_checkpoints(out / "checkpoints")[-1]).meta["source"]
     twice = [group for group, times in groups.items() if times > 1]
     pending = len(books["ready"] + books["unfinished"])
-    lost = books["drawn"] - books["consumed"] - books["dropped"] - pending
+    stale = [row["trajectories/stale"] for row in rows] + [books["stale"]]
+    dropped = round(sum(stale)) // SAMPLES
+    lost = books["drawn"] - books["consumed"] - dropped - pending
     print(f"steps {len(rows)}, groups {len(groups)}, restarts of engines {sum(row['engine/restarts'] for row in rows)}")
     print(f"groups in more than one batch: {len(twice)}; neither consumed, pending nor dropped: {lost}")
-    print(f"dropped {books['dropped']}, pending {pending}")
+    print(f"dropped {dropped}, pending {pending}")
     total = ages.total()
     print("age of consumed tokens: " + ", ".join(f"{age}: {ages[age] / total:.1%}" for age in sorted(ages)))
     if twice or lost or max(ages) > LAG or len(groups) != books["consumed"]:
