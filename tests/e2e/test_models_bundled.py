@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trimtab.files import TEMPORARY
 from trimtab.trainer.models import bundled
 from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
@@ -37,7 +38,7 @@ def start(cache: Path) -> subprocess.Popen[str]:
 def test_conversion_survives_a_kill_and_two_converters(tmp_path: Path) -> None:
     name = f"{BUNDLED}-{bundled._find_gguf()[1]}"
     killed = start(tmp_path)
-    while not list(tmp_path.glob(f".{name}-*/*")):  # until it writes the model
+    while not list(tmp_path.glob(f"{TEMPORARY}{name}-*/*")):  # until it writes the model
         assert killed.poll() is None
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
