@@ -20,10 +20,10 @@ BENCH  ?= .venv-bench
 VLLM   ?= .venv-vllm
 OPENENV ?= .venv-openenv
 NOW    := $(shell date +%Y%m%d-%H%M%S)
-# Two processes with one thread each; a file's tests stay together and share its fixtures. Files in order: those of the
-# unit tests come last and are short, so that both processes end together.
+# Processes with one thread each; a file's tests stay together and share its fixtures. Files in order: those of the unit
+# tests come last and are short, so that all processes end together.
 # Bytecode is kept, also that of tests with their assertions: compiling it anew takes each process 5 seconds.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 # Types are checked again where a file has changed since they were right: build/types has the time of that check.
 TYPES := { [ -e build/types ] && [ -z "$$(find src pyproject.toml $(VENV)/.installed -newer build/types)" ]; } || \
@@ -91,15 +91,15 @@ lint: install
 
 # Not collecting the others saves each process seconds.
 test-unit: install
-	$(PYTEST) --ignore=tests/e2e -m unit
+	$(PYTEST) -n 3 --ignore=tests/e2e -m unit
 
-# Tests wait for processes now and then: types are checked meanwhile.
+# Tests wait for processes now and then: three share two cores, and types are checked meanwhile.
 test: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(TYPES) & types=$$!; $(PYTEST) -m "not slow"; tests=$$?; wait $$types && exit $$tests
+	$(TYPES) & types=$$!; $(PYTEST) -n 3 -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-slow: install
-	$(PYTEST) -m slow tests/e2e tests/contract $$(grep -rl 'mark\.slow' tests/unit)
+	$(PYTEST) -n 2 -m slow tests/e2e tests/contract $$(grep -rl 'mark\.slow' tests/unit)
 
 test-all: test test-slow
 

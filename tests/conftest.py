@@ -26,9 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests of what uses the arithmetic of others leave out the checks of shapes, which cost more than the arithmetic does.
 # `CHECKED` calls it with shapes of its own, and trains with every method and a mixture of experts.
 UNCHECKED = (
-    *(f"unit/{part}" for part in ("cli", "diagnosis", "preflight", "report", "runs")),
+    *(f"unit/{part}" for part in ("check_loss", "cli", "diagnosis", "preflight", "report", "runs")),
     *(f"unit/trainer/{part}" for part in ("engines", "evaluation", "lab", "rollout")),
-    "e2e",
+    *("contract/test_code.py", "contract/test_every_engine.py", "unit/test_diagnosis_zoo.py", "e2e"),
 )
 CHECKED = (
     *("unit/diagnosis/advice", "unit/diagnosis/measure"),

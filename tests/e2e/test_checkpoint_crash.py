@@ -17,7 +17,7 @@ from trimtab.runs import atomic
 from trimtab.runs.layout import list_checkpoints
 from trimtab.trainer.checkpoint import store
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 WRITER = Path(__file__).parents[1] / "programs" / "crash_writer.py"
 

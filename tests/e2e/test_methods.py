@@ -208,6 +208,7 @@ def versions_of_steps(out: Path) -> list[set[int]]:
     return [{int(v) for row in rows for v in row.trajectory.completion.policy_version} for rows in steps]
 
 
+@pytest.mark.slow
 def test_oapl_empties_its_buffer_at_the_refresh_of_an_asynchronous_sampler(tmp_path: Path) -> None:
     """`max_lag` alone would let responses of version 0 into the third batch."""
     lagged = ("trainer.sync_every=2", "trainer.max_lag=2", "engine.workers=1")

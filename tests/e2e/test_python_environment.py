@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import EnvironmentConfig
 from trimtab.trainer.environments import build
+from trimtab.trainer.environments.background import EnvironmentFailed
 from trimtab.trainer.environments.formats import ToolError
 from trimtab.trainer.sandbox.python_pool import SandboxName
 
@@ -95,6 +98,18 @@ def test_limits_of_a_call(environment: Run) -> None:
     assert result.endswith("printed more than 100 characters")
     [result] = environment(memory_mb=32)("x = []\nwhile True: x.append('a' * 1000)")
     assert "MemoryError" in result or "used more than 32 MB" in result
+
+
+def test_a_killed_sandbox_costs_its_episode(sandbox: SandboxName) -> None:
+    before, made = set(psutil.Process().children()), build(spec(sandbox))
+    with closing(made), ThreadPoolExecutor(1) as thread:
+        run = thread.submit(made.factory().python, "while True: pass")
+        while not run.done():  # once may be before the run has begun
+            for process in set(psutil.Process().children()) - before:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        with pytest.raises(EnvironmentFailed, match=r"^failed: .*sandbox"):
+            run.result()
 
 
 def test_packages_can_be_imported(sandbox: SandboxName, environment: Run) -> None:

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.e2e
 
 def test_every_step_measures_the_engines_own_mismatch_and_diagnose_calls_it_by_its_name(tmp_path: Path) -> None:
     """Nothing is quantized there: bfloat16 sampling, which the run's own recipe says."""
-    train(load_config("quickstart", ["trainer.steps=2", "trainer.prompts=2", "eval.problems=8"]), out=tmp_path / "run")
+    small = ["trainer.steps=2", "trainer.prompts=1", "trainer.samples=4", "eval.problems=2"]
+    train(load_config("quickstart", small), out=tmp_path / "run")
     rows = read_run(tmp_path / "run").rows
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

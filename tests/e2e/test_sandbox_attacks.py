@@ -224,7 +224,3 @@ def test_a_file_that_all_containers_share_keeps_its_times_and_does_not_tell_what
     assert seen == CodeResult(f"({10**18}, True)\n")
     assert (after.st_mtime_ns, after.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
     assert result == CodeResult("Operation not supported\n4\n")
-
-
-def test_the_list_has_at_least_25_kinds() -> None:
-    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 25

@@ -1,8 +1,6 @@
-"""One of two ranks: `python ranks_worker.py RANK STORE`. Exits with an assertion error when the ranks disagree."""
+"""One of two ranks, with the variables of torchrun. Exits with an assertion error when the ranks disagree."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -41,7 +39,6 @@ def data_parallel(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    own_rank = int(sys.argv[1])
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=own_rank, world_size=2)
-    data_parallel(own_rank)
+    dist.init_process_group("gloo")
+    data_parallel(dist.get_rank())
     dist.destroy_process_group()

@@ -124,6 +124,7 @@ def test_answers_are_scored_by_what_was_planted(tmp_path: Path) -> None:
     assert clean.truth == clean.answer.first == "precision"
 
 
+@pytest.mark.slow
 def test_only_a_lag_that_versions_state_needs_no_repair(tmp_path: Path) -> None:
     from zoo.bases import exact_bases
     from zoo.cells import Cell, run

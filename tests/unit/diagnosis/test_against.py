@@ -52,6 +52,7 @@ def ids(seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(0, 50_000, (RESPONSES, LENGTH)).tolist()
 
 
+@pytest.mark.slow
 def test_intervals_of_paired_responses_are_the_same_in_every_process(tmp_path: Path) -> None:
     behavior, trainer = stream(0, 0.1)
     sides = {"one": trainer, "two": behavior + 0.98 * (trainer - behavior)}

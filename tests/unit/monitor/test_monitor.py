@@ -333,6 +333,7 @@ def two_ranks(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_figures_of_the_whole_batch(two_ranks: Path) -> None:
     monitor = Monitor()
     expected = [monitor.observe(**batch(step)) for step in range(2)][-1]

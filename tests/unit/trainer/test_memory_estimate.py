@@ -254,7 +254,9 @@ def fill_above(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (),
         ("objective.name=token-alp", "trainer.max_lag=0"),
-        ("objective.name=geo-mask", "objective.calibrate=true", "trainer.prompts=16"),
+        pytest.param(
+            ("objective.name=geo-mask", "objective.calibrate=true", "trainer.prompts=16"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_full_memory_halves_micro_batches_and_repeats_the_update(

@@ -295,9 +295,8 @@ class TurnExchange:
         # A result that was waited for once is not waited for again.
         joined = [row for row in due if self._poll(row, deadline if row.due == self._step else None)]
         while idle and self._waiting and not joined and not self.aborted:
-            for row in list(self._waiting):
-                if self._poll(row, time.monotonic() + POLL_INTERVAL / len(self._waiting)):
-                    joined.append(row)
+            patience = POLL_INTERVAL / len(self._waiting)
+            joined += [row for row in list(self._waiting) if self._poll(row, time.monotonic() + patience)]
         return joined
 
     def _poll(self, row: DecodingRow, deadline: float | None) -> bool:

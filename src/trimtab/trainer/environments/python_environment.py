@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trimtab.errors import TrimtabError
 from trimtab.trainer import environments
 from trimtab.trainer.config import EnvironmentConfig
+from trimtab.trainer.environments.background import EnvironmentFailed
 from trimtab.trainer.environments.formats import ToolError
 from trimtab.trainer.sandbox.code_result import GRACE, SESSION_LOST
 from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession
@@ -54,8 +55,7 @@ class PythonEnvironment:
         self._pool, self._stateful = pool, stateful
         self._session: PythonSession | None = None
 
-    def reset(self, **row: Any) -> None:
-        del row
+    def reset(self, **row: Any) -> None:  # noqa: ARG002 - of the protocol
         self.close()
         self._session = self._pool.session() if self._stateful else None
 
@@ -71,6 +71,8 @@ class PythonEnvironment:
         else:
             with self._pool.session() as session:
                 result = session.run(code)
+        if result.sandbox_failed:  # the code did not cause it: the episode is dropped
+            raise EnvironmentFailed(f"failed: {result.error}")
         text = result.output.rstrip("\n")
         if result.error is not None:
             error = f"{result.error}; {SESSION_LOST}" if result.lost and self._stateful else result.error

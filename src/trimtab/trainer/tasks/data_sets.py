@@ -205,9 +205,8 @@ def _read_json(path: Path) -> Iterator[Any]:
         lines.seek(0)
         if is_array:
             yield from json.load(lines)
-            return
-        for line in lines:
-            yield json.loads(line) if line.strip() else None
+        else:
+            yield from (json.loads(line) if line.strip() else None for line in lines)
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
