@@ -106,6 +106,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_prints_nothing_else(place: Path) -> None:
     """No warning of a library while it is imported, and no message of the model hub."""
     program = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(REAL)]

@@ -22,7 +22,7 @@ from trimtab.trainer.sandbox.code_result import CodeResult
 from trimtab.trainer.sandbox.container_init import READY
 from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 TWO = CodeResult("2\n")
 MANY_FILES = 1100  # more than `select` takes

@@ -251,6 +251,7 @@ def test_a_return_that_no_step_followed_is_not_forgotten(tmp_path: Path, monkeyp
 IDLE = ("trainer.max_idle_steps=2", "checkpoint.every=1", "eval.every=0", "trainer.steps=8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", [("trainer.steps=10", "eval.every=0"), (*COLLAPSES, *IDLE)], ids=["nonfinite", "idle"])
 def test_killed_before_a_return_it_returns_when_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...]

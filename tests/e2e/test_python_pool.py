@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from trimtab.errors import TrimtabError
 from trimtab.trainer.sandbox.code_result import CodeResult
 from trimtab.trainer.sandbox.python_pool import PythonPool, PythonSession, SandboxName, sandbox_unavailable
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 LONG = 600.0  # seconds of a run that a test ends
 LOOP = "while True: pass"
@@ -204,7 +203,7 @@ def test_ending_a_session_frees_its_container(bubblewrap: None) -> None:  # noqa
                 assert session.run("x = 1") == CodeResult("")
         containers = []
         for process in set(processes()) - before:
-            with contextlib.suppress(psutil.NoSuchProcess):  # the last container may just be ending
+            with suppress(psutil.NoSuchProcess):  # the last container may just be ending
                 containers += [process] if process.name() == "bwrap" else []
         assert len(containers) <= 2 * 2  # one that was used, one kept ready; each is two processes outside
 

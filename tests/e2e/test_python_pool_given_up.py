@@ -17,7 +17,7 @@ from trimtab.trainer.sandbox.bubblewrap import Container
 from trimtab.trainer.sandbox.code_result import MAX_CODE, CodeResult
 from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 CLOSED = CodeResult("", "not run: the session is closed", sandbox_failed=True)
 LOST_WORKER = "not run: the process of this sandbox was replaced, and the variables of this session are lost"

@@ -38,7 +38,7 @@ def metrics(out: Path, *sets: str, engines: EngineFactory | None = None) -> list
     return read_metrics(out / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("cut", [CUT[:1], CUT[1:2], CUT])
+@pytest.mark.parametrize("cut", [CUT[:1], CUT[1:2], pytest.param(CUT, marks=pytest.mark.slow)])
 def test_ratios_are_one_in_this_process_and_from_another(tmp_path: Path, cut: Sequence[str]) -> None:
     rows = metrics(tmp_path / "here", *cut)
     for row in rows:

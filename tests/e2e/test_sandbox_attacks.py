@@ -21,7 +21,7 @@ from trimtab.trainer.sandbox.code_result import MAX_ERROR, CodeResult
 from trimtab.trainer.sandbox.container_command import container_command
 from trimtab.trainer.sandbox.python_pool import PythonPool, sandbox_unavailable
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 MAX_OUTPUT = 5000
 VARIABLE = "TRIMTAB_SECRET"

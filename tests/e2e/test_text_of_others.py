@@ -13,7 +13,7 @@ from tests.support.commands import Done, here, process
 
 from trimtab.errors import TrimtabWarning
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 # Sets the title of a terminal, colors what follows, shows it in another order, and two kinds of rich markup.
 HARMFUL = "\x1b]0;owned\x07\x9b31m\u202e[red]x[link=http:e]y"

@@ -290,6 +290,7 @@ for step in range(20):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_is_stopped_exits_with_status_3_and_one_line(tmp_path: Path) -> None:
     ended = script(STOPPED, str(tmp_path))
     assert ended.returncode == 3, ended.stderr

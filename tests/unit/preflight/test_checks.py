@@ -64,7 +64,7 @@ def statuses(pair: EnginePair) -> dict[str, str]:
         ("float32", (), "transformers", "float32"),
         ("bfloat16", (), "trimtab", "16 bits"),
         ("float32", (INT8,), "trimtab", "quantized"),
-        ("float32", (INVARIANT,), "trimtab", "invariant"),
+        pytest.param("float32", (INVARIANT,), "trimtab", "invariant", marks=pytest.mark.slow),
         ("float32", (LORA, WARM, "sampling.top_p=0.8"), "transformers", "float32"),
     ],
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,8 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, float):
         return a == b or (a != a and b != b)
-    if dataclasses.is_dataclass(a):
-        names = [field.name for field in dataclasses.fields(a) if field.name != "extra"]
+    if is_dataclass(a):
+        names = [field.name for field in fields(a) if field.name != "extra"]
         return all(same(getattr(a, name), getattr(b, name)) for name in names)
     return a == b
 
