@@ -5,8 +5,8 @@
 #   quickstart-tools   a real model learns to call a Python interpreter: 3 to 5 minutes
 #   quickstart-vllm    the quickstart with vLLM as its sampler, in an environment of its own; quickstart-tools-vllm likewise
 #   test-unit          unit tests: about two minutes on two cores
-#   test               ruff, pyright, unit and end-to-end tests: about 6 minutes on two cores
-#   test-slow          vLLM, Ray, several ranks, whole experiments, runs that are killed, every printed command: 20 to 30 minutes
+#   test               ruff, pyright, unit and end-to-end tests: about 5 minutes on two cores
+#   test-slow          vLLM, Ray, several ranks, whole experiments, runs that are killed, attacked sandboxes: 20 to 30 minutes
 #   test-all           test and test-slow, as continuous integration runs them
 #   docs               the documentation site, in build/site
 #   openenv            an OpenEnv server for tests, in an environment of its own

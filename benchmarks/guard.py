@@ -4,7 +4,7 @@
     python benchmarks/guard.py --hours 0       # tables of the runs that are there
     python benchmarks/guard.py --figure docs/images/guard.png
     python benchmarks/guard.py --offline       # signs in the stored runs of the fair map; trains nothing
-    python benchmarks/guard.py --healthy 100   # as many that did not fall, of other cells: trained with the guard
+    python benchmarks/guard.py --healthy 209 [--after 109]   # as many that did not fall, of other cells, with the guard
     python benchmarks/guard.py --lost 20 [--silent]    # samplers whose weights stop arriving at a random step
     python benchmarks/guard.py --cost laboratory-long    # a step with the guard against one without, in alternation
 
@@ -212,12 +212,12 @@ def offline() -> Iterable[str]:
     yield from names
 
 
-def healthy(store: Store, out: Path, workers: int, count: int) -> Iterable[str]:
+def healthy(store: Store, out: Path, workers: int, after: int, count: int) -> Iterable[str]:
     """Trains runs that did not fall, of cells that do not fail, with the guard: how many returned, their accuracy."""
     failing = {(cell.regime, cell.failing) for cell in CELLS}  # their runs are in the table of these cells
     unharmed = [row for row, kind, _ in signs() if kind == UNHARMED and row["part"] == "map"]
     random.Random(0).shuffle(unharmed)
-    rows = [row for row in unharmed if (row["regime"], row["method"]) not in failing][:count]
+    rows = [row for row in unharmed if (row["regime"], row["method"]) not in failing][after:count]
     runs: list[PlannedRun] = []
     for row in rows:
         # Where a step has few updates, every step may be the last one before a collapse.
@@ -354,6 +354,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/guard"))
     parser.add_argument("--offline", action="store_true", help="signs in the stored runs of the fair map")
     parser.add_argument("--healthy", type=int, metavar="RUNS", help="train as many of those that did not fall")
+    parser.add_argument(
+        "--after", type=int, metavar="RUNS", default=0, help="of --healthy: leave out the first of them"
+    )
     parser.add_argument("--figure", type=Path, help="draw one run with and without the guard")
     parser.add_argument("--cost", metavar="RECIPE", help="what the guard costs in a step of this recipe")
     parser.add_argument("--lost", type=int, metavar="RUNS", help="runs of each sampler that loses its weights")
@@ -372,7 +375,7 @@ def main() -> None:
             print(line, flush=True)
         return
     if given.healthy:
-        for line in healthy(Store.open(given.results), given.out, given.workers, given.healthy):
+        for line in healthy(Store.open(given.results), given.out, given.workers, given.after, given.healthy):
             print(line, flush=True)
         return
     if given.figure:
