@@ -107,16 +107,8 @@ def test_waits_of_updates_do_not_grow_with_micro_batches(device: str, tmp_path: 
 @on_devices
 @pytest.mark.slow
 def test_a_run_is_resumed_exported_and_evaluated_on_the_device(device: str, tmp_path: Path) -> None:
-    sizes = ("trainer.steps=4", "trainer.prompts=4", "trainer.samples=4", "eval.problems=8")
-    result = worker(
-        device,
-        str(tmp_path),
-        "continued",
-        *sizes,
-        "checkpoint.every=2",
-        "model.lora.rank=4",
-        "objective.name=token-alp",
-    )
+    sizes = ("trainer.steps=4", "trainer.prompts=4", "trainer.samples=4", "eval.problems=8", "checkpoint.every=2")
+    result = worker(device, str(tmp_path), "continued", *sizes, "model.lora.rank=4", "objective.name=token-alp")
     assert result["rows"][0] == result["rows"][1]
     assert result["equal"] == {"model": True, "optimizer": True}
     here, there = result["accuracy"]

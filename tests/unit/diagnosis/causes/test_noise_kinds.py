@@ -17,7 +17,7 @@ from tests.support.planted_causes import causes
 import trimtab
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_causes
-from trimtab.diagnosis.causes.detector import LogprobPairs
+from trimtab.diagnosis.causes.detector import LogprobPairs, confidence
 from trimtab.diagnosis.causes.noise_kinds import Steps, part_by_probability, uneven_by
 from trimtab.diagnosis.causes.wrong_values import find_above_zero
 from trimtab.diagnosis.measure.trained_tokens import explained
@@ -246,6 +246,10 @@ def test_values_above_zero_are_unexplained_and_in_no_other_cause() -> None:
     assert [cause.name for cause in causes] == ["unexplained", "precision"]
     assert "above 0 at 40 of 2500 tokens" in causes[0].evidence
     assert find_above_zero(table) is None
+
+
+def test_a_confidence_is_that_of_its_equation() -> None:
+    assert [confidence(strength, 5.0) for strength in (0.0, 5.0, 20.0, 1e9)] == [0.55, 0.55, 0.89, 0.99]
 
 
 @pytest.mark.parametrize(
