@@ -122,8 +122,6 @@ def losing(first: int, *, for_good: bool, says: bool = False) -> Any:
 
 SLOW = pytest.mark.slow
 LOSING = ("trainer.steps=16", "eval.every=0", "optim.lr=1e-4", "optim.warmup=0")
-
-
 AHEAD = ("engine.workers=1", "trainer.max_lag=2", "objective.name=token-tis")
 COARSE = ("engine.quantize=int4", "engine.noise=0.1")
 
@@ -148,6 +146,7 @@ def test_lost_weights_are_published_again_without_a_return(
     assert [row["step"] for row in rows] == list(range(1, 17))
     assert not any("guard/returns" in row for row in rows)
     (repaired,) = [row for row in rows if "guard/event" in row]
+    assert "published the weights again" in repaired["guard/event"]
     assert ("is not that of version 8" in repaired["guard/event"]) == says
     assert repaired["step"] in steps
     assert says or repaired["mismatch/k3"] < rows[repaired["step"] - 2]["mismatch/k3"] / 100
