@@ -131,7 +131,7 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
     parts, loaded = build_parts(config), build_model(config)
     with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run", config.dump()) as directory:
         trainer = turns.trainer = build_trainer(config, parts, loaded, directory, turns)
-        sampling = replace(trainer.collector.sampling, ignore_stop=case in FORCED)
+        sampling = replace(trainer.source.collector.sampling, ignore_stop=case in FORCED)
         for name in VARIANTS:
             own = recipe(case, name, options, steps)
             assert own.prefix is not None

@@ -181,7 +181,7 @@ def trimtab_worker(model: str, tokens: int, variant: dict[str, Any]) -> None:
     loaded = build_model(config)
     with RunDirectory.create(Path(tempfile.mkdtemp()), config.dump()) as run:
         trainer = build_trainer(config, parts, loaded, run, Stepwise())
-        responses = trainer.collector.responses
+        responses = trainer.source.collector.responses
         responses.sampling = replace(responses.sampling, ignore_stop=True)
         commands.ready(threads=torch.get_num_threads())
         trainer.train()

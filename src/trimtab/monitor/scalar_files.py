@@ -69,7 +69,8 @@ def read_scalars(path: Path) -> list[Row]:
     is_table = path.name.lower().removesuffix(".gz").endswith(".csv")
     try:
         text = data.decode("utf-8-sig")
-        rows = _table(text) if is_table else _objects(text)
+        csv.field_size_limit(limit(MAX_SCALARS_BYTES))
+        rows = list(csv.DictReader(io.StringIO(text, newline=""))) if is_table else _objects(text)
     except (ValueError, csv.Error) as error:
         kind = "CSV" if is_table else "JSON"
         raise TrimtabError(f"{path}: not readable as {kind} of scalars ({error}): name another file") from None
@@ -86,11 +87,6 @@ def _is_known(path: Path) -> bool:
         return bool(curves_of(read_scalars(path))[1])
     except TrimtabError:  # another kind of file
         return False
-
-
-def _table(text: str) -> list[dict[str, Any]]:
-    csv.field_size_limit(limit(MAX_SCALARS_BYTES))
-    return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
 def _name_in(path: Path) -> str:

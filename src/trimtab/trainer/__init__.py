@@ -10,9 +10,9 @@
                                      (`step_statistics`) and an objective given in code (`custom_objective`)
     files     trimtab.runs           metrics, trajectories, provenance; `checkpoint`: what a run resumes from
 
-Small parts of all: `chat_template` renders, `stop` ends a run on request or without a training signal, `guard` returns
-to an earlier checkpoint, `observer` receives events and copies of the metrics, `processes` starts workers, `registry`
-finds tasks and rewards by name, `seeds` derives random seeds.
+Small parts of all: `chat_template` renders, `stop` ends a run on request or without a training signal, `guard` judges
+its steps, `guard_actions` returns to an earlier checkpoint, `observer` receives events and copies of the metrics,
+`processes` starts workers, `registry` finds tasks and rewards by name, `seeds` derives random seeds.
 
 Several ranks: `ranks` has the collectives, `followers` the stand-ins for parts that only the leader has. Around runs:
 evaluation (accuracy of a model; `held_out` during training), lab (grids of experiments) and cluster (Ray actors).

@@ -1,9 +1,5 @@
-"""`[guard]`: judges each step, and returns to the last checkpoint from before the first sign of a collapse.
+"""`[guard]`: judges each step of a run; `guard_actions` does what follows from a sign of a collapse.
 
-A return restores weights, optimizer, schedule, random generators and features of that checkpoint. It drops responses
-that wait or are being generated, halves the lag of the sampler and publishes the restored weights. It multiplies the
-learning rate by `guard.lr_factor`; from then on the rate falls linearly to 0 at the end of the run. Step numbers go on:
-discarded steps stay in metrics.jsonl, the next step logs which one it continues from, and the run gets as many more.
 Decisions depend on metrics.jsonl and the checkpoint alone, so a run that is killed, even in a return, repeats them.
 """
 
@@ -12,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +18,9 @@ from trimtab.errors import DivergedError, TrimtabError
 from trimtab.monitor.alarms import COLLAPSED_SHARE, SHIFT_STEPS, WINDOW, History, Step
 from trimtab.monitor.collapse_signs import Evaluation, Sign, accuracy_falls, first_sign, needed_snapshots, trusted_step
 from trimtab.monitor.scalars import steps_of
-from trimtab.runs.layout import checkpoint_folder, checkpoint_step
+from trimtab.runs.directory import RunDirectory
+from trimtab.runs.layout import checkpoint_step
 from trimtab.runs.reader import CONTINUES_FROM, EVENT, RETURNS
-from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.config import Config
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.ranks import current_ranks
@@ -46,7 +42,7 @@ class GuardState:
 
 
 class Guard:
-    """Detects a collapse of the run and returns to an earlier checkpoint; does nothing if `guard.on` is empty.
+    """Detects a collapse of the run, and keeps the state of its returns; does nothing if `guard.on` is empty.
 
     All ranks make the same calls; the leader, which has the metrics, decides. task: name of the trained task, which the
     keys of its held-out accuracy contain.
@@ -65,25 +61,14 @@ class Guard:
         """Updates between two publications of weights."""
         return max(1, self._sync_every >> self.state.returns)
 
-    def begin(self, trainer: snapshot.TrainerState) -> None:
-        """Saves the policy of a new run, or reads the logged steps of a resumed run.
-
-        Goes back if the run was killed after a failed step. Raises `DivergedError` if the guard has ended the run.
-        """
-        if not self.is_on:
-            return
-        self._steps = KeptSteps(self._task, trainer.run.metrics(), self.state.lost)
-        if trainer.step == 0:
-            snapshot.save(trainer, {})
-        most = -(-WINDOW // self.config.every) + 2
-        trainer.observer.message(f"guard      watches {', '.join(self.config.on)}; keeps up to {most} more checkpoints")
-        self.return_if_failed(trainer)
-        self.raise_if_exhausted(trainer)
+    def read(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Reads the logged steps of a resumed run, in place of those read so far."""
+        self._steps = KeptSteps(self._task, rows, self.state.lost)
 
     def marks(self, republished: Sequence[str] = ()) -> dict[str, Any]:
         """Returns a step's guard metrics: returns so far, events. `republished`: why weights were published again."""
         for text in republished if self.is_on else ():
-            self._mark(text)
+            self.mark(text)
         marks, self.state.marks = self.state.marks, {}
         return marks | ({RETURNS: self.state.returns} if self.state.returns else {})
 
@@ -125,92 +110,35 @@ class Guard:
         if "nonfinite" in self.config.on:
             self.state.failed = [*Sign("nonfinite", "nonfinite", str(error), step)]
 
-    def return_if_failed(self, trainer: snapshot.TrainerState) -> bool:
-        """Returns whether a step failed; if so, goes back to an earlier policy. Raises `DivergedError` if exhausted."""
-        if not self.state.failed:
-            return False
-        self.act(trainer, Sign(*self.state.failed))
-        self.raise_if_exhausted(trainer)
-        return True
+    def needed_checkpoints(self, run: RunDirectory, step: int) -> set[int]:
+        """Returns the steps whose checkpoints must not be deleted after `step`; only the leader deletes any."""
+        return self._steps.needed([*self.snapshots(run), step], self.config.every) if self.is_on else set()
 
-    def needed_checkpoints(self, trainer: snapshot.TrainerState) -> set[int]:
-        """Returns the steps whose checkpoints must not be deleted after this step; only the leader deletes any."""
-        return self._steps.needed([*self._snapshots(trainer), trainer.step], self.config.every) if self.is_on else set()
-
-    def _snapshots(self, trainer: snapshot.TrainerState) -> list[int]:
+    def snapshots(self, run: RunDirectory) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without discarded steps."""
         counted = {0, *self._steps.numbers}
-        saved = current_ranks().run_on_all_ranks(trainer.run.checkpoints)
+        saved = current_ranks().run_on_all_ranks(run.checkpoints)
         return [step for step in map(checkpoint_step, saved) if step in counted]
 
-    def act(self, trainer: snapshot.TrainerState, sign: Sign) -> bool:
-        """Publishes lost weights again, or goes back to an earlier policy. Returns True if it saved that policy."""
-        if sign.name == LOST:
-            self._publish_again(trainer, sign)
-            return False
-        snapshots = self._snapshots(trainer)
-        healthy = [step for step in snapshots if step <= sign.healthy] or snapshots[:1]
-        self.state.returns += 1
-        self.state.failed = []
-        checkpoint = snapshot.go_back(trainer, healthy, self.state.returns)
-        start, restored = checkpoint.step, checkpoint.meta["guard"]
-        self.state.discarded = trainer.step - (start - restored.get("discarded", 0))
-        # A checkpoint that a return saved holds the policy of an earlier step.
-        policy = restored.get("marks", {}).get(CONTINUES_FROM, start)
-        text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {policy}"
-        self._mark(text)
-        self.state.marks[CONTINUES_FROM] = policy
-        if self.state.returns == 1:
-            self.state.decay_from = trainer.learner.updates
-        self._lower_rate(trainer.learner)
-        if self.state.returns > self.config.times:
-            self.state.discarded += 1  # the step that logs the restored policy
-            trainer.observer.message(f"{text}, for the last time")
-            trainer.log_restored(self.marks())
-            return True
-        rate = f"the learning rate is {trainer.learner.lr_factor:g} of the recipe's and falls to 0"
-        lag = f"; weights are published every {self.sync_every} updates" if self._sync_every > 1 else ""
-        trainer.observer.message(f"{text}; {rate}{lag}")
-        snapshot.save(trainer, {})
-        return True
-
-    def _lower_rate(self, learner: Learner) -> None:
+    def lower_rate(self, learner: Learner) -> None:
         learner.lr_factor, learner.decay_from = self.config.lr_factor**self.state.returns, self.state.decay_from
 
-    def _mark(self, text: str) -> None:
+    def mark(self, text: str) -> None:
         """Appends to the text of the event that the next step logs."""
         logged = self.state.marks.get(EVENT)
         self.state.marks[EVENT] = text if logged is None else f"{logged}; {text}"
 
-    def _publish_again(self, trainer: snapshot.TrainerState, sign: Sign) -> None:
-        """Publishes the weights again, and drops the responses that were sampled without them."""
-        trainer.learner.publish_to(trainer.source)
-        _, meta, files = trainer.source.state(trainer.learner.updates)
-        trainer.source.restore({}, {**meta, "ready": []}, files)
-        text = f"step {trainer.step}: {sign.name}: {sign.text}; published the weights again"
-        self._mark(text)
-        trainer.observer.message(text)
+    def leave_out_newest(self) -> None:
+        """Removes the newest steps, whose sampler did not have the newest weights, from those that are judged."""
         if current_ranks().is_leader:
             self.state.lost += (lost := self._steps.numbers[-SHIFT_STEPS:])
             self._steps.leave_out(lost)
 
-    def raise_if_exhausted(self, trainer: snapshot.TrainerState) -> None:
-        """Raises `DivergedError` after more than `guard.times` returns; the last restored policy is saved."""
-        if self.state.returns > self.config.times:
-            last = checkpoint_folder(trainer.run.checkpoint_root, trainer.step)
-            raise DivergedError(
-                f"the guard has returned {self.config.times} times, and the run failed again: {last} has the last "
-                "policy from before; choose a stricter correction or a lower optim.lr"
-            )
-
-    def saved_state(self) -> dict[str, Any]:
-        return asdict(self.state) if self.is_on else {}
-
-    def load(self, trainer: snapshot.TrainerState, saved: Mapping[str, Any]) -> None:
+    def load(self, learner: Learner, saved: Mapping[str, Any]) -> None:
         """Restores `state` in a resumed run. Raises `TrimtabError` if the guard has returned before and is now off."""
         if self.is_on:
             self.state = GuardState(**saved)
-            self._lower_rate(trainer.learner)
+            self.lower_rate(learner)
         elif saved.get("returns"):
             raise TrimtabError(
                 f"the guard of this run has returned {saved['returns']} times, which changed its learning rate and its "

@@ -29,7 +29,7 @@ import torch
 
 from trimtab.errors import DivergedError, Stopped
 from trimtab.runs import trajectories
-from trimtab.trainer import step_statistics
+from trimtab.trainer import guard_actions, step_statistics
 from trimtab.trainer.batch_preparation import Batch, prepare_batch
 from trimtab.trainer.checkpoint import snapshot
 from trimtab.trainer.features.feature import StepRecord
@@ -38,7 +38,7 @@ from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.observer import Moment, Sink
 from trimtab.trainer.optim import NonFiniteUpdateError
 from trimtab.trainer.ranks import current_ranks
-from trimtab.trainer.rollout.collector import Collector, Group
+from trimtab.trainer.rollout.collector import Group
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.step_statistics import StepStatistics
 from trimtab.trainer.stop import Stop
@@ -54,10 +54,6 @@ class Trainer(snapshot.TrainerState):
     stop: Stop = field(default_factory=Stop)
     initial_metrics: dict[str, float] = field(default_factory=dict)  # measured before the first step, logged with it
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the current step
-
-    @property
-    def collector(self) -> Collector:
-        return self.source.collector
 
     @property
     def steps(self) -> int:
@@ -80,7 +76,7 @@ class Trainer(snapshot.TrainerState):
                 self.initial_metrics[key] = value
                 if key.endswith("/greedy"):
                     self.initial_metrics[f"{key.removesuffix('/greedy')}/before"] = value
-        self.guard.begin(self)
+        guard_actions.begin(self)
         with self.stop.finishing():
             while self.step < self.steps:
                 self._stop_if_requested()
@@ -96,7 +92,7 @@ class Trainer(snapshot.TrainerState):
         try:
             batch, stats = self._prepare_and_update(groups)
         except DivergedError:
-            if self.guard.return_if_failed(self):
+            if guard_actions.return_if_failed(self):
                 return {}
             raise
         # 4. publish
@@ -115,10 +111,10 @@ class Trainer(snapshot.TrainerState):
         self._write(batch, stats, metrics, evaluated)
         for message in (*rollout.messages(), *idle_message):
             self.observer.message(message)
-        self.guard.raise_if_exhausted(self)
+        guard_actions.raise_if_exhausted(self)
         if self._is_idle_too_long():
             snapshot.save_if_unsaved(self)
-            raise self.idle.error(batch.trajectories, self.collector.sampling.max_tokens, self.step)
+            raise self.idle.error(batch.trajectories, self.source.collector.sampling.max_tokens, self.step)
         return metrics
 
     def _prepare_and_update(self, groups: Sequence[Group]) -> tuple[Batch, StepStatistics]:
@@ -126,7 +122,7 @@ class Trainer(snapshot.TrainerState):
         version = self.learner.updates
         while True:
             try:
-                batch = prepare_batch(groups, self.learner, self.collector.stream.pad_id)
+                batch = prepare_batch(groups, self.learner, self.source.collector.stream.pad_id)
                 return batch, self._update(batch)
             except torch.OutOfMemoryError:
                 tokens = self.learner.micro_batch_tokens
@@ -182,7 +178,7 @@ class Trainer(snapshot.TrainerState):
             ),
             **step_statistics.speed_metrics(self.seconds, rollout.response_tokens, stats.tokens),
         }
-        if replaced := self.collector.stream.newly_replaced():
+        if replaced := self.source.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
         metrics |= self.guard.marks(rollout.republished)
         record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
@@ -194,7 +190,7 @@ class Trainer(snapshot.TrainerState):
         """Returns held-out accuracies of the weights in the engine's dtype, without quantization or perturbation."""
 
         def measure(engine: Engine) -> dict[str, float]:
-            parts = [held_out.measure(engine, self.collector) for held_out in self.held_out]
+            parts = [held_out.measure(engine, self.source.collector) for held_out in self.held_out]
             return {key: value for part in parts for key, value in part.items()}
 
         measured = self.source.evaluate_with(named_weights(self.learner.model), self.learner.updates, measure)
@@ -214,7 +210,7 @@ class Trainer(snapshot.TrainerState):
         self.run.log(metrics)
         idle = self.idle.steps if self._is_idle_too_long() else 0
         sign = self.guard.judge(metrics, idle)
-        if sign is None or not self.guard.act(self, sign):
+        if sign is None or not guard_actions.act(self, sign):
             self._save_if_due(evaluated)
         for sink in self.sinks:
             sink.log(metrics["step"], metrics)
@@ -252,5 +248,5 @@ class Trainer(snapshot.TrainerState):
         """Updates the count of idle steps; returns the message for this step, if there is one."""
         if self.learner.objective.learns_without_advantage or self.learner.distills:
             return []
-        message = self.idle.observe(batch.trajectories, batch.advantages, self.collector.sampling.max_tokens)
+        message = self.idle.observe(batch.trajectories, batch.advantages, self.source.collector.sampling.max_tokens)
         return [] if message is None else [f"step {self.step}: {message}"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.files import parse_toml
@@ -17,14 +17,12 @@ from trimtab.text import flatten
 from trimtab.trainer.checkpoint import state_tensors, store
 from trimtab.trainer.config import Config, parse_config
 from trimtab.trainer.custom_objective import refuse_other
+from trimtab.trainer.guard import Guard
 from trimtab.trainer.learner import Learner
 from trimtab.trainer.observer import Observer
 from trimtab.trainer.ranks import current_ranks
 from trimtab.trainer.rollout.source import RolloutSource
 from trimtab.trainer.stop import IdleSteps
-
-if TYPE_CHECKING:
-    from trimtab.trainer.guard import Guard
 
 KEYS_FREE_TO_CHANGE = ("out", "description", "threads", "eval", "diagnose", "checkpoint", "log", "compare", "guard")
 KEYS_FREE_TO_CHANGE += ("placement", "ray", "sharding")
@@ -55,7 +53,7 @@ def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = 
     """
     run = trainer.run
     current_ranks().run_on_all_ranks(run.finish_saving)
-    needed, later = trainer.guard.needed_checkpoints(trainer), None if wait else run.finish_later
+    needed, later = trainer.guard.needed_checkpoints(run, trainer.step), None if wait else run.finish_later
     store.save(run.checkpoint_root, trainer.step, *capture(trainer, evaluated), later=later)
     if wait:
         store.mark_best(run.checkpoint_root, trainer.step, *_best(trainer, evaluated))
@@ -110,7 +108,7 @@ def capture(
         "optimizer": groups,
         "random": state_tensors.rng_state(),
         "features": {type(feature).__name__: feature.state() for feature in learner.features},
-        "guard": trainer.guard.saved_state(),
+        "guard": asdict(trainer.guard.state) if trainer.guard.is_on else {},
     }
     return tensors, meta, files
 
@@ -121,7 +119,8 @@ def resume(trainer: TrainerState) -> None:
     _check_same_recipe(run, trainer.config)
     checkpoint = store.latest(run.checkpoint_root, notify=trainer.observer.message)
     if checkpoint is not None:
-        trainer.guard.load(trainer, checkpoint.meta["guard"])  # may raise, so before anything changes on the disk
+        # This may raise, so it comes before anything changes on the disk.
+        trainer.guard.load(trainer.learner, checkpoint.meta["guard"])
     if run.writes:
         atomic.write_text(run.path / CONFIG, trainer.config.dump())
     run.truncate_after(-1 if checkpoint is None else checkpoint.step)

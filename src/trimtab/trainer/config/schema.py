@@ -164,8 +164,7 @@ class PerturbationConfig(Section):
 
     layers: int | str = Field(default="all", description="`all`, ranges such as `0-4,12-16`, or `logits`")
     std: NoiseStd | list[NoiseStd] = Field(
-        default=1e-4,
-        description="initial standard deviation, or a list with one for each perturbed layer; 0: no noise",
+        default=1e-4, description="initial standard deviation, or a list with one for each perturbed layer; 0: no noise"
     )
     lr: float = Field(default=5e-4, ge=0, le=1, description="learning rate of log sigma, without decay and warm-up")
     per_response: bool = Field(

@@ -144,8 +144,7 @@ class TrainerConfig(Section):
         description="largest allowed age of a consumed token, in updates; above 0 generation is asynchronous",
     )
     in_flight: Literal["finish", "continue"] = Field(
-        default="finish",
-        description="what happens to unfinished responses when new weights come (max_lag above 0)",
+        default="finish", description="what happens to unfinished responses when new weights come (max_lag above 0)"
     )
     proximal: Literal["current", "snapshot"] = Field(
         default="current",
@@ -254,8 +253,7 @@ class EngineConfig(Section):
         default="none", description="rounding of the sampler's weight matrices, one scale a row (embedded)"
     )
     noise: NotNegative = Field(
-        default=0.0,
-        description="Gaussian noise on the sampler's weight matrices, relative to their RMS (embedded)",
+        default=0.0, description="Gaussian noise on the sampler's weight matrices, relative to their RMS (embedded)"
     )
     vllm: VllmConfig = VllmConfig()
     server: ServerConfig = ServerConfig()

@@ -18,12 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.trainer.models.architecture import ModelParts
-from trimtab.trainer.models.invariant import (
-    add_exponentials,
-    batch_invariant_matmul,
-    compute_dtype,
-    pack_weight,
-)
+from trimtab.trainer.models.invariant import add_exponentials, batch_invariant_matmul, compute_dtype, pack_weight
 from trimtab.trainer.models.matmul import on_accelerator, product
 from trimtab.trainer.models.noise import normals
 

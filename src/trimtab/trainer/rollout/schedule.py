@@ -169,12 +169,7 @@ class Schedule:
 
     def state(self) -> dict[str, Any]:
         """Returns the state as JSON. After `restore`, running groups are pending, and groups without signal dropped."""
-        return {
-            "drawn": self.drawn,
-            "consumed": self.consumed,
-            "ready": self.ready(),
-            "unfinished": self.unfinished(),
-        }
+        return {"drawn": self.drawn, "consumed": self.consumed, "ready": self.ready(), "unfinished": self.unfinished()}
 
     def restore(self, state: Mapping[str, Any], oldest: Mapping[int, float]) -> None:
         """Restores `state()`; `oldest` is the oldest version of each ready group. Numbers in no state are dropped."""

@@ -118,12 +118,7 @@ class SglangProtocol:
         await connection.call("/abort_request", {"rid": "", "abort_all": True})
 
     async def load(self, connection: Connection, folder: Path, label: str) -> None:
-        body = {
-            "model_path": str(folder),
-            "weight_version": label,
-            "flush_cache": True,
-            "abort_all_requests": True,
-        }
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": True, "abort_all_requests": True}
         try:
             update = await connection.ask(_Update, "/update_weights_from_disk", body)
             failure = None if update.success else excerpt(update.message)
