@@ -292,6 +292,7 @@ def model(folder: str) -> LoadedModel:
 def serve(kind: str, folder: str, log: str, events: str, port: int) -> None:
     """Answer requests as long as the process that started this one lives."""
     Handler.service = Service(kind, folder, log, events)
+    ThreadingHTTPServer.request_queue_size = 128  # of connections: beyond 5, clients would wait for seconds
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     parent = os.getppid()
