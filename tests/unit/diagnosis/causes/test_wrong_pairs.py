@@ -13,7 +13,7 @@ from tests.support.token_tables import table
 
 from trimtab.diagnosis.causes.detector import Context, LogprobPairs
 from trimtab.diagnosis.causes.old_weights import find_drift
-from trimtab.diagnosis.causes.wrong_pairs import find_swapped_responses
+from trimtab.diagnosis.causes.wrong_pairs import _is_concentrated, find_swapped_responses
 from trimtab.diagnosis.records import Cause
 from trimtab.diagnosis.tokens import TokenTable
 
@@ -42,18 +42,10 @@ def _mask(rng: np.random.Generator) -> np.ndarray:
 
 
 def moved(
-    whole: TokenTable,
-    by: int | Sequence[int],
-    *,
-    turn: int = 2,
-    after: int = 0,
-    every: int = 1,
-    trained_only: bool = False,
+    whole: TokenTable, by: int | Sequence[int], *, turn: int = 2, after: int = 0, every: int = 1, trained: bool = False
 ) -> TokenTable:
-    """The trainer's log-probs rolled from `after` tokens into a turn on, in every so many responses; several offsets
-    take turns.
-
-    trained_only: the lists hold trained tokens alone, so that observations do not move.
+    """The trainer's log-probs rolled from `after` tokens into a turn on, in every so many responses, by one offset or
+    by several in turns. trained: the lists hold trained tokens alone, so that observations do not move.
     """
     values, offsets = whole.proximal.copy(), [by] if isinstance(by, int) else by
     for row in range(0, whole.responses, every):
@@ -61,7 +53,7 @@ def moved(
         mask = whole.mask[start:stop]
         begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
         places = np.arange(start + begins[turn - 1] + after, stop)
-        if trained_only:
+        if trained:
             places = places[whole.mask[places]]
         values[places] = np.roll(values[places], offsets[row % len(offsets)])
     return TokenTable(starts=whole.starts, mask=whole.mask, behavior=whole.behavior, proximal=values)
@@ -75,12 +67,12 @@ def only(table: TokenTable) -> Cause:
 
 
 @pytest.mark.parametrize(("turn", "name"), [(1, "misaligned"), (2, "retokenized"), (3, "retokenized")])
-@pytest.mark.parametrize(("trained_only", "every"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("trained", "every"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("by", [1, 2, -1, -2])
 def test_a_shift_is_retokenized_where_it_begins_with_a_later_turn(
-    by: int, every: int, trained_only: bool, turn: int, name: str
+    by: int, every: int, trained: bool, turn: int, name: str
 ) -> None:
-    cause = only(moved(conversations(0), by, turn=turn, every=every, trained_only=trained_only))
+    cause = only(moved(conversations(0), by, turn=turn, every=every, trained=trained))
     assert cause.name == name
     begins = f"the shift begins where turn {turn} begins (position {2 * turn - 2}"
     assert (begins in cause.evidence) == (turn > 1)
@@ -183,3 +175,10 @@ def test_advantages_without_correlation_are_no_drift() -> None:
     columns = {"behavior": -rng.exponential(1.0, (400, 12)) - 0.1, "advantage": rng.standard_normal(400)}
     pairs = LogprobPairs.of(table(ratios, **columns))
     assert not find_drift(pairs, CONTEXT)
+
+
+def test_jumps_are_at_boundaries_if_their_binomial_tail_is_small() -> None:
+    """The bound is exp(hits - 10 e) (10 e / hits)^hits < 1e-6 with the rate e = (jumps elsewhere + 1) / 91."""
+    token = np.arange(100)
+    for hits, elsewhere, found in ((4, 0, False), (5, 0, True), (5, 1, False), (6, 1, True)):
+        assert _is_concentrated((token < hits) | (token >= 100 - elsewhere), token < 10) == found
