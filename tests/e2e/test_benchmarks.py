@@ -47,8 +47,9 @@ class Row:
 
 ROWS = {
     "alp_long": Row(
-        "--regimes int4 --sigmas 0.01 --seeds 1 --results $OUT/alp.parquet --map $OUT/none.parquet --out $OUT/runs "
-        "--set trainer.steps=1 trainer.prompts=1 task.digits=4 sft.steps=2 sft.until=1e-25 eval.problems=8",
+        "--regimes int4 --sigmas 0.01 --seeds 1 --workers 1 --results $OUT/alp.parquet --map $OUT/none.parquet "
+        "--out $OUT/runs --set trainer.steps=1 trainer.prompts=1 task.digits=4 sft.steps=2 sft.until=1e-25 "
+        "eval.problems=8",
         r"the same without noise \| [+-]0(?s:.*)1\d runs took 0\.\d+ processor hours",
     ),
     "bfloat16": Row("--model $TINY --tokens 32 --rounds 1", r"ratio \d+\.\dx"),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 HAS_GPU = torch.cuda.is_available()
 on_devices = pytest.mark.parametrize(
@@ -62,9 +62,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @on_devices
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name != "references" else name for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_the_device(name: str, device: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Weights as on the CPU up to rounding; no waits in micro-batches, few an update, one a token of decoding."""
     if name == "references":
@@ -94,7 +92,6 @@ def test_a_run_on_the_device(name: str, device: str, tmp_path: Path, request: py
 
 
 @on_devices
-@pytest.mark.slow
 def test_waits_of_updates_do_not_grow_with_micro_batches(device: str, tmp_path: Path) -> None:
     one, many = (
         worker(device, str(tmp_path / size), "laboratory", *SIZES, f"trainer.micro_batch_tokens={size}")["counts"]
@@ -105,7 +102,6 @@ def test_waits_of_updates_do_not_grow_with_micro_batches(device: str, tmp_path: 
 
 
 @on_devices
-@pytest.mark.slow
 def test_a_run_is_resumed_exported_and_evaluated_on_the_device(device: str, tmp_path: Path) -> None:
     sizes = ("trainer.steps=4", "trainer.prompts=4", "trainer.samples=4", "eval.problems=8", "checkpoint.every=2")
     result = worker(device, str(tmp_path), "continued", *sizes, "model.lora.rank=4", "objective.name=token-alp")
