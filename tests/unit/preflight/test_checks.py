@@ -74,7 +74,7 @@ def test_a_healthy_pair_passes(make_pair: MakePair, dtype: str, sets: Sequence[s
     assert set(statuses(pair).values()) == {"ok"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "sets", "check", "words"),
     [
@@ -109,7 +109,7 @@ def test_a_stale_cache_is_named_after_all_other_checks(make_pair: MakePair, tmp_
 
 
 @pytest.mark.parametrize("sets", [(), (WARM,)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
