@@ -91,12 +91,12 @@ lint: install
 
 # Not collecting the others saves each process seconds.
 test-unit: install
-	$(PYTEST) -n 3 --ignore=tests/e2e -m unit
+	$(PYTEST) -n 2 --ignore=tests/e2e -m unit
 
-# Tests wait for processes now and then: three share two cores, and types are checked meanwhile.
+# Types are checked meanwhile, while tests wait for processes; a third process for tests costs more than it gains.
 test: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(TYPES) & types=$$!; $(PYTEST) -n 3 -m "not slow"; tests=$$?; wait $$types && exit $$tests
+	$(TYPES) & types=$$!; $(PYTEST) -n 2 -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-slow: install
 	$(PYTEST) -n 2 -m slow tests/e2e tests/contract $$(grep -rl 'mark\.slow' tests/unit)
