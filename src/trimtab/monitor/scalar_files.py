@@ -69,7 +69,8 @@ def read_scalars(path: Path) -> list[Row]:
     is_table = path.name.lower().removesuffix(".gz").endswith(".csv")
     try:
         text = data.decode("utf-8-sig")
-        csv.field_size_limit(limit(MAX_SCALARS_BYTES))
+        if is_table:
+            csv.field_size_limit(limit(MAX_SCALARS_BYTES))
         rows = list(csv.DictReader(io.StringIO(text, newline=""))) if is_table else _objects(text)
     except (ValueError, csv.Error) as error:
         kind = "CSV" if is_table else "JSON"

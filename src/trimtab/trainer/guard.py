@@ -121,6 +121,7 @@ class Guard:
         return [step for step in map(checkpoint_step, saved) if step in counted]
 
     def lower_rate(self, learner: Learner) -> None:
+        """Sets the learning rate of a run that has returned: its factor, and the update from which it falls to 0."""
         learner.lr_factor, learner.decay_from = self.config.lr_factor**self.state.returns, self.state.decay_from
 
     def mark(self, text: str) -> None:

@@ -25,9 +25,7 @@ from trimtab.types import Problem, Prompt, Task
 
 OWN = "write your own as module:Class"
 KINDS = Registry(
-    "environment",
-    {"openenv": "environments.openenv:Options", "python": "environments.python_environment:Options"},
-    OWN,
+    "environment", {"openenv": "environments.openenv:Options", "python": "environments.python_environment:Options"}, OWN
 )
 
 
