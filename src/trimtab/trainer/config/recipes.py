@@ -280,8 +280,8 @@ def parse_override(override: str) -> tuple[str, Any]:
 
     A value that is not valid TOML is text, so that names need no quotes. Numbers such as `.1` are numbers nevertheless.
     """
-    key, equals, raw = override.partition("=")
-    if not equals or not key.strip():
+    key, equals, raw = map(str.strip, override.partition("="))
+    if not equals or not key:
         raise TrimtabError(f"--set {override!r}: write it as section.key=value")
     try:
         value = parse_toml(f"value = {raw}")["value"]
@@ -292,7 +292,7 @@ def parse_override(override: str) -> tuple[str, Any]:
             f"{override}: the value is not a TOML string; between single quotes everything stands for itself, between "
             'double quotes a backslash is written \\\\ and a quote \\"'
         )
-    return key.strip(), value
+    return key, value
 
 
 def split_overrides(text: str, where: str) -> list[str]:
@@ -307,7 +307,7 @@ def split_overrides(text: str, where: str) -> list[str]:
         elif quote:
             escaped = (quote, character) == ('"', "\\")
             quote = "" if character == quote else quote
-        elif character in "\"'" and parts[-1].endswith("="):
+        elif character in "\"'" and (depth or parts[-1].endswith("=")):
             quote = character
         else:
             depth += (character in "[{") - (character in "]}")

@@ -179,7 +179,7 @@ class Chat:
     begin = (BEGIN,)
 
     def parse(self, text: str) -> Call | None:
-        call = re.search(rf"{BEGIN}(.*?){END}", text, re.DOTALL)
+        call = re.search(rf"{BEGIN}((?:(?!{BEGIN}).)*?){END}", text, re.DOTALL)  # as in `Tag`
         if call is None:
             return None
         try:

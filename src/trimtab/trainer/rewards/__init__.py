@@ -94,7 +94,7 @@ class Response:
         Text can follow a stop string because a stop string can be part of a longer token ("\\n\\n").
         """
         text = self.text
-        for stop in stops:
+        for stop in filter(None, stops):
             text = text.partition(stop)[0]
         return text.strip()
 

@@ -84,8 +84,8 @@ class Overlong(Reward):
 
 # A number does not begin inside a word or another number. The number of digits is bounded, so that parsing is fast.
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+]?\$?(?P<whole>\d{1,3}(?:,\d{3}){1,20}(?!,?\d)|\d{1,60}(?!\d))?(?P<part>\.\d{1,60})?"
-    r"(?P<power>[eE][-+]?\d{1,2}(?!\w))?(?:\s?/\s?(?P<below>\d{1,60}))?"
+    r"(?<![\w.])(?=[-+]?\$?\.?\d)[-+]?\$?(?P<whole>\d{1,3}(?:,\d{3}){1,20}(?!,?\d)|\d{1,60}(?!\d))?"
+    r"(?P<part>\.\d{1,60})?(?P<power>[eE][-+]?\d{1,2}(?!\w))?(?:\s?/\s?(?P<below>\d{1,60}))?"
 )
 
 
@@ -171,15 +171,15 @@ class MathEqual(Reward):
             return gold
 
         def equal(response: Response, problem: Problem) -> float:
-            gold = read_gold(problem.answer)
-            answer = readable(response.body(task.stop))
-            if self.where == "anywhere":
-                expressions = read(answer, [*boxed, ExprExtractionConfig()])
-            elif "\\boxed" in answer:
-                expressions = read(answer, boxed)
+            gold, answer = read_gold(problem.answer), readable(response.body(task.stop))
+            config = [*boxed, ExprExtractionConfig()] if self.where == "anywhere" else boxed
+            if "\\boxed" in answer:
+                # The last box counts. math-verify joins boxes near to each other: "\boxed{1} and \boxed{2}" is {1, 2}.
+                texts = [answer[answer.rindex("\\boxed") :], answer]
             else:
-                expressions = read(f"\\boxed{{{answer}}}", boxed) if self.where == "whole" else []
-            return float(verify(gold, expressions, timeout_seconds=None, raise_on_error=True))
+                texts = {"boxed": [], "whole": [f"\\boxed{{{answer}}}"], "anywhere": [answer]}[self.where]
+            read_texts = (read(text, config) for text in texts)
+            return float(any(verify(gold, found, timeout_seconds=None, raise_on_error=True) for found in read_texts))
 
         return Built(equal, isolated=True)
 
@@ -237,15 +237,15 @@ def _between(text: str, tag: str) -> str | None:
     return inside.strip() if closing and opening else None
 
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 
 
 class PythonTests(Reward):
     """1 if the program and then the tests of the problem run without an error or a timeout, else 0.
 
-    The program is the last fenced block of the response, or the whole response if it has none. The sandbox receives the
-    tests only after the program has ended, so an early exit cannot skip them. A response's functions can still cheat
-    while the tests run.
+    The program is the last fenced block of Python, else the last without a language, else the whole response. The
+    sandbox receives the tests only after the program has ended, so an early exit cannot skip them. A response's
+    functions can still cheat while the tests run.
     """
 
     sandbox: SandboxName = Field("monty", description="`monty`, a part of Python; or `bubblewrap`, all of it")
@@ -274,7 +274,9 @@ class PythonTests(Reward):
             if not tests:
                 raise ValueError(f"the problem has no {self.tests!r}; name the column in the task's extra")
             body = response.body(task.stop)
-            code = (_BLOCK.findall(body) or [body])[-1]
+            blocks = [(tag.strip().lower()[:2], code) for tag, code in _BLOCK.findall(body)]
+            of_python, untagged = ([code for tag, code in blocks if tag == wanted] for wanted in ("py", ""))
+            code = (of_python or untagged or [body])[-1]
             lines = tests if isinstance(tests, str) else "\n".join(tests)
             with pool().session() as session:
                 for text in (self.program.replace("{code}", code), lines):

@@ -186,16 +186,16 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _read_csv(path: Path) -> Iterator[Any]:
-    """Yields the rows below the header. Cells are text; an empty cell is None."""
+    """Yields the rows below the header, None for an empty line. Cells are text; an empty cell is None."""
     with regular_file(path).open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         header = next(reader, [])
         if len(set(header)) < len(header):
             raise TrimtabError(f"{path} has two columns of one name: rename one")
-        for cells in filter(None, reader):
-            if len(cells) != len(header):
+        for cells in reader:
+            if cells and len(cells) != len(header):
                 raise csv.Error(f"{len(cells)} cells below a header of {len(header)}; quote commas in text")
-            yield {name: text or None for name, text in zip(header, cells, strict=True)}
+            yield {name: text or None for name, text in zip(header, cells, strict=True)} if cells else None
 
 
 def _read_json(path: Path) -> Iterator[Any]:

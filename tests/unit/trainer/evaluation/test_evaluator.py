@@ -12,7 +12,7 @@ from tests.support.trajectories import multi_turn
 from trimtab.errors import TrimtabError
 from trimtab.trainer import rewards, tasks
 from trimtab.trainer.environments.episode import EpisodeCounts
-from trimtab.trainer.evaluation import evaluate
+from trimtab.trainer.evaluation import Settings, TaskSpec, compare, evaluate
 from trimtab.types import EpisodeOutcome, RewardSpec, SamplingParams
 
 TASK = tasks.build("arithmetic", holdout=3)
@@ -165,6 +165,11 @@ def test_prompts_may_be_as_long_as_the_context_less_the_response():
     message = f"the shortest of 3 has {room} tokens, max_tokens is 8 and the model's context holds {room + 7};"
     with pytest.raises(TrimtabError, match=message):
         measured(script(0, 0, 0), context=room + 7)
+
+
+def test_tasks_of_one_name_are_told_apart_by_their_options():
+    specs = [TaskSpec("sort", {"digits": 4}), TaskSpec("sort"), TaskSpec("swap-sort", {"holdout": 9})]
+    assert compare(["laboratory"], specs, Settings(problems=1)).tasks == ("sort (digits=4)", "sort", "swap-sort")
 
 
 def test_no_problems_are_refused():

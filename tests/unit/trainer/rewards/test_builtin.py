@@ -124,6 +124,9 @@ CHAT = tasks.build("reasoning-gym", dataset="gcd", style="chat", holdout=1, size
         ("\\boxed{\\arcsin(10/13)}", "np.arcsin(10/13)", 1.0),
         ("the answer is 27", "27", 0.0),
         ("\\boxed{}", "27", 0.0),
+        ("First \\boxed{3}, wait, final \\boxed{4}", "4", 1.0),
+        ("First \\boxed{3}, wait, final \\boxed{4}", "3", 0.0),
+        ("\\boxed{1} and \\boxed{2}", "\\{1, 2\\}", 1.0),
         ("\\boxed{27", "27", 0.0),
     ],
 )

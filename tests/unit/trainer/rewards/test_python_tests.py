@@ -37,12 +37,14 @@ def python() -> Iterator[Scorer]:
             "First:\n```python\ndef f(x): return 2\n```\nBetter:\n```python\ndef f(x):\n    return x ** 2\n```\nDone.",
             1.0,
         ),
+        ("Calls:\n```text\nf(2)\n```\n```Python\ndef f(x): return x * x\n```\nRun:\n```bash\npython f.py\n```", 1.0),
+        ("Text:\n```text\nf(2)\n```\n```\ndef f(x): return x * x\n```", 1.0),
         ("def f(x):\n    return x + x", 0.0),
         ("def f(x)\n    return x * x", 0.0),
         ("def f(x):\n    while True: pass", 0.0),
         ("raise SystemExit", 0.0),
     ],
-    ids=["right", "last-block", "wrong", "syntax", "endless", "exit"],
+    ids=["right", "last-block", "languages", "untagged", "wrong", "syntax", "endless", "exit"],
 )
 def test_programs_of_a_free_text(python: Scorer, text: str, value: float) -> None:
     problem = Problem("x", "square", "", {"tests": ["assert f(2) == 4", "assert f(3) == 9"]})

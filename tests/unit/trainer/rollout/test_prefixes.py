@@ -137,6 +137,10 @@ def test_a_cycle_is_one_refill_and_then_its_batches() -> None:
         pool.take(1)
 
 
+def test_a_ratio_of_zero_draws_nothing_where_length_cuts() -> None:
+    assert [make(refresh=3, ratio=0.0, rule=rule).batches for rule in ("length", "entropy")] == [0, 2]
+
+
 def test_prefixes_are_the_historical_policys_own_tokens_and_hold_no_stop() -> None:
     """No more than the budget is sampled, and a continuation under unchanged weights is what would have been."""
     pool, prompts = make(samples=8, refresh=2, ratio=0.5), ask(6)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import socket
 
 import pytest
 
 from trimtab.text import clean
+from trimtab.trainer.sandbox.bubblewrap import Container, ContainerError
 from trimtab.trainer.sandbox.code_result import shorten
 from trimtab.trainer.sandbox.monty_worker import showing_value
 
@@ -65,3 +67,16 @@ def test_a_last_expression_is_shown_and_lines_stay_where_they_are(code: str, sho
 @pytest.mark.parametrize("code", ["1 +", "x = '\0'", "(" * 500, "-" * 100_000 + "1"])
 def test_code_that_cannot_be_read_is_passed_on(code: str) -> None:
     assert showing_value(code) == f"{code}\nNone"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [("bwrap: No such file", r"^bwrap: No such file$"), ("setting up uid map: Invalid", r"namespaces|rights\)$")],
+)
+def test_a_kernel_that_refuses_containers_is_explained(said: str, shown: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(f"a line before\n{said}\n".encode())
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(ContainerError, match=shown):
+            Container(ours, 1, lambda: None).wait_until_ready()
