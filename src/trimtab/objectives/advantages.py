@@ -1,4 +1,4 @@
-"""Advantages from rewards, relative to the group or the batch: one value per response, no gradient, in float64."""
+"""Advantages, without gradient: one value per response from rewards, or one per token."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def advantages(
     values = rewards.detach().to(torch.float64)
     members = _group_numbers(groups).to(values.device)
     _check(values)
-    group = torch.zeros_like(members) if kind == "batch-mean" else torch.unique(members, return_inverse=True)[1]
+    group = torch.unique(torch.zeros_like(members) if kind == "batch-mean" else members, return_inverse=True)[1]
     if kind == "optimal":
         result = _optimal(values, group, 1.0 if value_beta is None else value_beta)
     else:
@@ -136,7 +136,7 @@ def _numbers(rewards: Tensor | NDArray[Any] | Sequence[Number]) -> Tensor:
 
 def _group_numbers(groups: Tensor | NDArray[Any] | Sequence[Hashable]) -> Tensor:
     """Returns integers that are equal exactly where the group ids are equal."""
-    if isinstance(groups, Tensor):
+    if isinstance(groups, Tensor) and not groups.isnan().any():
         return groups
     ids = [group.item() if isinstance(group, Tensor) else group for group in groups]
     for index, group in enumerate(ids):

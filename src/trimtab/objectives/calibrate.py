@@ -228,16 +228,16 @@ def _tail(values: Tensor, share: float) -> float:
     With fewer than `TAIL_SAMPLES` samples beyond it, the empirical quantile depends on one or two samples and may be
     too small. Then a quantile with enough samples is extrapolated by a normal tail, and the larger value is returned.
     """
-    empirical, supported_share = _quantile(values, share), TAIL_SAMPLES / len(values)
-    if supported_share <= share:
+    empirical = _quantile(values, beyond := int(len(values) * share))
+    if beyond >= TAIL_SAMPLES:
         return empirical
     normal, center = NormalDist(), float(values.median())
-    factor = normal.inv_cdf(share) / normal.inv_cdf(supported_share)
-    return max(empirical, center + (_quantile(values, supported_share) - center) * factor)
+    factor = normal.inv_cdf(share) / normal.inv_cdf(TAIL_SAMPLES / len(values))
+    return max(empirical, center + (_quantile(values, TAIL_SAMPLES) - center) * factor)
 
 
-def _quantile(values: Tensor, share: float) -> float:
-    return float(values.kthvalue(len(values) - int(len(values) * share)).values)
+def _quantile(values: Tensor, beyond: int) -> float:
+    return float(values.kthvalue(len(values) - beyond).values)
 
 
 def _round(value: float, *, up: bool) -> float:

@@ -16,24 +16,25 @@ def known_objective(config: Mapping[str, Any]) -> Objective | None:
     section = config.get("objective", {})
     try:
         return None if "code" in section or is_custom(section["name"]) else from_section(section)
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None
 
 
 def equation_of(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Returns the resolved equation of a run's objective, or the reason why it cannot be built.
 
-    The equation of an objective that is not a preset is read from the run's config.toml. `metrics` are the logged
-    metrics of any step: they contain the calibrated bounds.
+    For an objective that is not a preset it is in config.toml. `metrics` of any step have the calibrated bounds.
     """
     section = config.get("objective", {})
-    if "equation" in section:
-        return str(section["equation"])
     try:
+        if not isinstance(section, Mapping):
+            raise ValueError(f"its config.toml has objective = {section!r}, which is not a section")
+        if "equation" in section:
+            return str(section["equation"])
         if is_custom(section["name"]):
             raise ValueError(f"its config.toml has no equation of {section['name']!r}")
         keys = {name: f"calibrate/{name}" for name in bounds_of(section["name"])}
         bounds = {name: float(metrics[key]) for name, key in keys.items() if key in metrics}
         return from_section(section, bounds).equation(config.get("advantage", {}).get("kind"))
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         return f"not known to this version of trimtab: {error}"

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from trimtab.errors import TrimtabError
-from trimtab.files import new_folder
+from trimtab.files import new_folder, readable_errors
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, OptimConfig, load_config
 from trimtab.trainer.memory import micro_batch_tokens
@@ -37,8 +37,9 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
     a gold answer (mean over one batch). Raises `TrimtabError` if that probability has not reached `sft.until`.
     """
     observer = observer or NullObserver()
-    if out.exists() and any(out.iterdir()):
-        raise TrimtabError(f"{out} is not empty: choose another --out")
+    with readable_errors(out):
+        if out.exists() and any(out.iterdir()):
+            raise TrimtabError(f"{out} is not empty: choose another --out")
     if config.threads:
         torch.set_num_threads(config.threads)
     task = tasks.build(config.task.name, **config.task.keywords)

@@ -173,7 +173,6 @@ def rollout_metrics(stats: RolloutStats, *, dropped: int) -> dict[str, float]:
         "reward/failed": stats.failed_rewards,
         "groups/no_signal": stats.no_signal,
         "groups/sampled": stats.groups,
-        "groups/refilled": stats.refilled,
         "trajectories/stale": stats.stale,
         "trajectories/dropped": stats.dropped + stats.failed_rewards + dropped,
         **({f"episode/{name}": value for name, value in episodes.as_dict().items()} if episodes.episodes else {}),

@@ -83,13 +83,16 @@ def test_float32_rewards_are_centred_in_float64():
         np.array([7, 2, 7, 2], dtype=np.uint16),
         [torch.tensor(7), torch.tensor(2), 7, 2],
         [UUID(int=1), UUID(int=2), UUID(int=1), UUID(int=2)],
+        torch.tensor([7.5, 2.0, 7.5, 2.0]),
+        torch.tensor([True, False, True, False]),
     ],
 )
-@pytest.mark.parametrize("kind", ["dr-grpo", "optimal"])
+@pytest.mark.parametrize("kind", ["dr-grpo", "optimal", "batch-mean"])
 def test_group_ids_are_numbers_or_text(kind, groups):
-    """With groups (0, 2) and (1, 3), means 2 and 5; V = 1 + ln((1 + e^2) / 2) and 3 + ln((1 + e^4) / 2)."""
+    """With groups (0, 2) and (1, 3), means 2 and 5, of all 3.5; V = 1 + ln((1 + e^2) / 2) and 3 + ln((1 + e^4) / 2)."""
     rewards = [1.0, 3.0, 3.0, 7.0]
-    values = [2.0, 5.0] if kind == "dr-grpo" else [1 + math.log((1 + math.e**d) / 2) + s for d, s in ((2, 0), (4, 2))]
+    soft = [1 + math.log((1 + math.e**d) / 2) + s for d, s in ((2, 0), (4, 2))]
+    values = {"dr-grpo": [2.0, 5.0], "optimal": soft, "batch-mean": [3.5, 3.5]}[kind]
     expected = [1 - values[0], 3 - values[1], 3 - values[0], 7 - values[1]]
     for taken in (rewards, np.array(rewards), np.array(rewards, dtype=object)):
         assert advantages(kind, taken, groups)[:, 0].tolist() == pytest.approx(expected)
@@ -114,6 +117,7 @@ ZEROS = torch.zeros(2)
         ("grpo", [1.0, 2.0], [0], {}, "both be"),
         ("grpo", [1.0, 2.0], ["a", None], {}, "group id 1 is None"),
         ("grpo", [1.0, 2.0], [math.nan, 1], {}, "group id 0 is nan"),
+        ("grpo", [1.0, 2.0], torch.tensor([1, math.nan]), {}, "group id 1 is nan"),
         ("grpo", [1.0, 2.0], [["a"], "b"], {}, r"group id 0 is \['a'\]"),
         ("grpo", ZEROS, [0, 0], {"value_beta": 1.0}, "value_beta has no effect"),
         *(

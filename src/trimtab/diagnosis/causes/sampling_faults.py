@@ -134,12 +134,11 @@ def _stated(table: TokenTable, fit: TemperatureFit | None, mass: float) -> set[s
     mass: the share of the probability that is kept; top-p keeps at least p.
     """
     stated = {"raw-logprobs"} if declared_raw(table) is not None else set()
-    if fit is not None and table.temperature is not None:
-        temperature = float(np.nanmedian(table.temperature))
-        if temperature != 1 and temperature > 0 and abs(math.log(fit.a / temperature)) < MAX_STATED_ERROR:
-            stated.add("temperature")
-    top_p = 1.0 if table.top_p is None else float(np.nanmin(table.top_p))
-    top_k = 0 if table.top_k is None else int(table.top_k.max())
+    known = table.sampling
+    temperature = float(np.median(known.get("temperature", 1.0)))
+    if fit is not None and 0 < temperature != 1 and abs(math.log(fit.a / temperature)) < MAX_STATED_ERROR:
+        stated.add("temperature")
+    top_p, top_k = float(np.min(known.get("top_p", 1.0))), int(np.max(known.get("top_k", 0)))
     if (top_p < 1 and mass >= top_p - MIN_DEFICIT) or (top_p == 1 and 0 < top_k <= FEW_KEPT):
         stated.add("truncated-sampling")
     return stated

@@ -63,8 +63,7 @@ def _read_run(run: Path) -> RunFacts:
     engine, model = (part if isinstance(part := recipe.get(name), Mapping) else {} for name in ("engine", "model"))
     starts = [_parse_versions(start.get("versions") or {}) for start in read_starts(run)]
     versions = frozenset.intersection(*starts) if starts else frozenset[tuple[str, str]]()
-    path = model.get("path")
-    name = path if isinstance(path, str) else ""
+    name = path if isinstance(path := model.get("path"), str) else ""
     return RunFacts(_read_numerics(engine, model), _ENGINES.get(str(engine.get("type")), ""), name, versions)
 
 
@@ -86,7 +85,7 @@ def _list_quantized(engine: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Returns the keys that quantize the sampler's weights or cache; None for a server, which has its own numerics."""
     if engine.get("type") == "server":
         return None
-    vllm = engine.get("vllm", {}) if engine.get("type") == "vllm" else {}
+    vllm = part if engine.get("type") == "vllm" and isinstance(part := engine.get("vllm"), Mapping) else {}
     keys: Sequence[tuple[str, Any, Sequence[Any]]] = (
         ("engine.quantize", engine.get("quantize"), (None, "none")),
         ("engine.noise", engine.get("noise"), (None, 0.0)),

@@ -193,14 +193,13 @@ def _own_text(value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the result of a tool as text: strings unchanged, None as "", containers as JSON, others by `str`.
+    """Returns a tool's result as text: strings unchanged, None as "", containers and arrays as JSON, others by `str`.
 
     Raises `EnvironmentFailed` if the text of an object contains a memory address.
     """
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
-    if isinstance(value, Mapping | list | tuple | set | frozenset | bool):
+    if value is None or isinstance(value, str):
+        return value or ""
+    is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) != 0
+    if is_array or isinstance(value, Mapping | list | tuple | set | frozenset | bool):
         return json.dumps(value, default=_plain, ensure_ascii=False)
     return _own_text(value)

@@ -163,6 +163,8 @@ def plan_from_recipe(config: Config, out: Path) -> ExperimentPlan:
     An objective other than that of the recipe starts from its defaults, as with `--set objective.name=...`.
     """
     assert config.compare is not None
+    require_distinct("objective", config.compare.objectives)
+    require_distinct("seed", [str(seed) for seed in config.compare.seeds])
     data = config.model_dump(exclude={"compare"}, exclude_none=True)
     data["trainer"]["max_idle_steps"] = 0  # a collapsing method is a result, not an error
     regime = Regime(config.description, name="recipe")

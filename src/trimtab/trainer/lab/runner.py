@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import Stopped, TrimtabError
-from trimtab.files import parse_json, parse_toml, regular_file
+from trimtab.files import parse_json, parse_toml, readable_errors, regular_file
 from trimtab.runs import provenance
 from trimtab.runs.directory import locked
 from trimtab.runs.layout import CONFIG, LOCK, RESULT
@@ -50,10 +50,10 @@ def run_experiment(
 def run_recipe_comparison(config: Config, out: Path, observer: RunsDisplay, *, resume: bool) -> list[Path]:
     """Trains every objective of `[compare]` with every seed and returns their folders, `out/<objective>/seed<k>`.
 
-    Raises `TrimtabError` if `out` is not empty without `resume`, if it is empty with `resume`, or if a run failed or
-    diverged.
+    Raises `TrimtabError` if `out` is not empty without `resume` or empty with it, or if a run failed or diverged.
     """
-    has_runs = out.exists() and any(out.iterdir())
+    with readable_errors(out):
+        has_runs = out.exists() and any(out.iterdir())
     if resume and not has_runs:
         raise TrimtabError(f"{out} holds no comparison: check --out, or start without --resume")
     if has_runs and not resume:

@@ -22,7 +22,6 @@ class RolloutStats:
     stale: int = 0  # responses that became too old for every batch
     groups: int = 0  # groups that were scored
     no_signal: int = 0  # groups whose first rewards are equal
-    refilled: int = 0  # groups sampled in place of groups without signal
     restarts: int = 0  # engines that were started again
     interrupted: int = 0  # responses that new weights interrupted
     episodes: EpisodeCounts = field(default_factory=EpisodeCounts)  # multi-turn responses and their calls

@@ -113,20 +113,18 @@ class SyncSource(BufferedSource):
     def take(self, version: int, batches_left: int) -> tuple[list[Group], RolloutStats]:
         trainer = self.collector.config.trainer
         self.buffer.schedule.wait(version, batches_left)
-        for round_number in range(trainer.refill_rounds if trainer.dynamic_sampling else 1):
+        for _ in range(trainer.refill_rounds if trainer.dynamic_sampling else 1):
             if missing := trainer.prompts - len(self.buffer.schedule.ready()):
-                self._sample(missing, refill=bool(round_number))
+                self._sample(missing)
         return self.buffer.take(version, partial=True)
 
-    def _sample(self, count: int, *, refill: bool = False) -> None:
+    def _sample(self, count: int) -> None:
         start, decoded, prefilled = time.perf_counter(), self.engine.decoded_tokens, self.engine.prefilled_tokens
         request = self.buffer.schedule.reserve(count, self.engine.policy_version)
         generated = self.collector.responses.respond(request, self.engine.generate)
-        stats = generated.stats
-        stats.refilled = count if refill else 0
-        stats.decoded = self.engine.decoded_tokens - decoded
-        stats.prefilled = self.engine.prefilled_tokens - prefilled
-        stats.seconds_generating = time.perf_counter() - start
+        generated.stats.decoded = self.engine.decoded_tokens - decoded
+        generated.stats.prefilled = self.engine.prefilled_tokens - prefilled
+        generated.stats.seconds_generating = time.perf_counter() - start
         self.buffer.deliver(generated, self.collector.score_groups(generated))
 
     def publish(self, weights: Weights, version: int, expected: CanaryPrediction | None = None) -> None:

@@ -21,7 +21,7 @@ from trimtab.diagnosis.causes.detector import LogprobPairs, confidence
 from trimtab.diagnosis.causes.noise_kinds import Steps, part_by_probability, uneven_by
 from trimtab.diagnosis.causes.wrong_values import find_above_zero
 from trimtab.diagnosis.measure.trained_tokens import explained
-from trimtab.diagnosis.records import Cause
+from trimtab.diagnosis.records import Cause, Numerics
 from trimtab.diagnosis.tokens import TokenTable
 
 VOCABULARY, LENGTH = 30, 25
@@ -375,6 +375,9 @@ def test_runs_that_differ_and_recipes_that_cannot_be_read_are_no_evidence(tmp_pa
     diagnosis = trimtab.diagnose(one)
     assert diagnosis.measured.origin.numerics is None
     assert not [found for found in diagnosis.measured.origin.findings if found.name == "recipe"]
+    odd = 'engine = {type="vllm", vllm=1, dtype="float32"}\nmodel = {dtype="float32", autocast="none"}'
+    (one / "config.toml").write_text(odd)
+    assert trimtab.diagnose(one).measured.origin.numerics == Numerics("float32", "float32", "none", ())
 
 
 def test_the_sampler_and_versions_of_a_run_are_read(tmp_path: Path) -> None:

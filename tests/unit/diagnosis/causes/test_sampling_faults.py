@@ -67,7 +67,8 @@ def test_raw_log_probs_on_both_sides_show_in_what_the_sampler_states() -> None:
     assert names(table(equal, behavior=behavior, **stated)) == {"copied", "raw-logprobs"}
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan])
 def test_a_stated_temperature_that_is_not_positive_explains_no_line(temperature: float) -> None:
-    faulty = replace(drawn(temperature=0.7), temperature=np.full(RESPONSES, temperature))
-    assert names(faulty) == {"temperature"}
+    columns = {"temperature": np.full(RESPONSES, temperature), "top_p": np.full(RESPONSES, np.nan)}
+    assert names(replace(drawn(temperature=0.7), **columns)) == {"temperature"}

@@ -10,7 +10,7 @@ import pytest
 from trimtab.cli.main import run
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import REQUIRED_SECTIONS, PrefixConfig, load_config, recipe_names
-from trimtab.trainer.config.recipes import NAMES_OR_FOLDERS
+from trimtab.trainer.config.recipes import NAMES_OR_FOLDERS, parse_override, split_overrides
 from trimtab.trainer.config.schema import PerturbationConfig
 
 
@@ -291,6 +291,12 @@ def test_a_password_in_an_address_is_refused_and_not_quoted(override: str, capsy
     assert "host" in printed
     if override.startswith('engine.server.urls=["http://someone:hunter2@'):
         assert "set TRIMTAB_SERVER_AUTHORIZATION to the header's value" in printed
+
+
+def test_overrides_are_stripped_and_split_at_commas_outside_quotes_and_brackets() -> None:
+    parsed = [parse_override(text) for text in ("objective.name = grpo", "optim.lr= .1")]
+    assert parsed == [("objective.name", "grpo"), ("optim.lr", 0.1)]
+    assert split_overrides('task.stop=["]"],seed=1', "x") == ['task.stop=["]"]', "seed=1"]
 
 
 def test_paths_of_a_recipe_are_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,10 @@ def test_words_named_twice_are_refused() -> None:
         planned(["dapo", "dapo"], ["on-policy"])
     with pytest.raises(TrimtabError, match="regime 'int3' is named twice"):
         planned(["dapo"], ["int3", "int3"])
+    for named, seeds, twice in (("grpo,dapo,grpo", [0], "objective 'grpo'"), ("grpo", [0, 0], "seed '0'")):
+        sets = [f"compare.objectives={named.split(',')}", f"compare.seeds={seeds}"]
+        with pytest.raises(TrimtabError, match=f"{twice} is named twice"):
+            plan_from_recipe(load_config("laboratory", sets), Path("out"))
 
 
 def test_a_regime_without_room_for_a_method_leaves_that_pair_out_and_says_why() -> None:

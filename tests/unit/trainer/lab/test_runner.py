@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from trimtab.trainer.lab.experiment import plan_experiment
 from trimtab.trainer.lab.regimes import regime
 from trimtab.trainer.lab.runner import read_result, write_results
 from trimtab.trainer.processes import WorkerProcess
+from trimtab.trainer.sft import supervised_warm_start
 
 DONE = RunSummary("done", steps=3, seconds=1.25, accuracy=0.6, curve_steps=(0, 3), curve=(0.4, 0.6), k3_worst=0.5)
 
@@ -51,6 +53,13 @@ def test_a_folder_of_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match="holds files but no run"):
         runner.train_all({"a": made}, workers=1, observer=Steps())
     assert foreign.exists()
+
+
+def test_a_file_is_no_place_for_a_comparison_or_a_warm_start(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    for start in (partial(runner.run_recipe_comparison, observer=Steps(), resume=False), supervised_warm_start):
+        with pytest.raises(TrimtabError, match=r"out: Not a directory.*choose another folder"):
+            start(load_config("laboratory"), out=tmp_path / "out")
 
 
 def recipes(out: Path, count: int) -> dict[str, Config]:

@@ -52,6 +52,7 @@ def test_exact_compares_with_and_without_the_stop_string():
     """An engine cuts the stop string off, a data file may keep it."""
     for text in ("1122256789", "1122256789."):
         assert pay("exact", text, "1122256789.", task=SORT).total == 1.0
+    assert Response("a", "stop", 1).body(("",)) == "a"
     assert pay("exact", "112225678", "1122256789.", task=SORT).total == 0.0
     assert pay("exact", " 68", "68", finish="length", require_stop=False).total == 1.0
 
@@ -68,6 +69,7 @@ def test_exact_compares_with_and_without_the_stop_string():
         ("12,34 1,2345 1,234,56", [12, 34, 1, 2345, 1, 234, 56]),
         ("v1.2 x2 a_3", []),
         ("10/0", []),
+        ("(x+y) / 3; 24 apples / 3", [3, 24, 3]),
         ("−7 .5 20%", [-7, Fraction(1, 2), 20]),
         ("9" * 61, []),
     ],

@@ -68,7 +68,6 @@ def test_groups_without_signal_are_replaced_and_counted(scorer: rewards.Scorer) 
     groups, stats = source.take(UPDATES, batches_left=1)
     assert [group[0].group for group in groups] == [1, 3]
     assert (stats.no_signal, stats.groups) == (2, 4)
-    assert stats.refilled == 2
     assert source.buffer.schedule.drawn == 4
 
 

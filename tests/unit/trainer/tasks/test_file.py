@@ -178,7 +178,7 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(GOOD.encode() + '{"question": "caf\xe9"}'.encode("latin-1"))
     (tmp_path / "table.tsv").write_text("question,answer")
     (tmp_path / "latin.csv").write_bytes(b"question,answer\na,b\n" + "caf\xe9,c".encode("latin-1"))
-    (tmp_path / "comma.csv").write_text("question,answer\na,b\nhow much, then,3")
+    (tmp_path / "comma.csv").write_text("question,answer\na,b\n\n\nhow much, then,3")
     (tmp_path / "quote.csv").write_text('question,answer\n"a" b,c')
     (tmp_path / "twice.csv").write_text("answer,answer\na,b")
     for name, words in {
@@ -189,7 +189,7 @@ def test_files_that_cannot_be_read(tmp_path):
         "table.tsv": "unknown kind of file; give a .jsonl, .json, .csv or .parquet file",
         "absent.csv": "cannot read",
         "latin.csv": "not UTF-8 text",
-        "comma.csv": r"from row 2 on .3 cells below a header of 2; quote commas in text",
+        "comma.csv": r"from row 4 on .3 cells below a header of 2; quote commas in text",
         "quote.csv": "from row 1 on .*: mend",
         "twice.csv": "two columns of one name",
     }.items():
