@@ -126,7 +126,8 @@ def readable_errors(path: Path, verb: str = "write") -> Iterator[None]:
             raise
         reason = error.strerror or str(error)
         advice = "free space there" if error.errno in DISK_FULL else "check that it can be written"
-        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}, or choose another folder") from original
+        advice = f"{advice}, or choose another folder" if verb in ("write", "create") else "check the permissions there"
+        raise TrimtabError(f"cannot {verb} {path}: {reason}; {advice}") from original
 
 
 def _as_os_error(error: Exception) -> OSError | None:

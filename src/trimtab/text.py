@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def code_span(text: str, *, in_table: bool = False) -> str:
 def one_line(text: str) -> str:
     """Returns the text with unprintable characters, such as newlines, replaced by spaces."""
     return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
+def fold(lines: Sequence[tuple[str, str]], width: int | None) -> str:
+    """Returns labels and texts as lines, wrapped at `width` columns if given; the texts begin at the same column."""
+    start, result = max(10, *(len(label) + 2 for label, _ in lines)), []
+    for label, text in lines:
+        head, plain = f"{label:<{start}}", one_line(text)
+        form = textwrap.TextWrapper(max(width or 0, 40), head, " " * start, break_on_hyphens=False)
+        result += [head + plain] if width is None else form.wrap(plain)
+    return "\n".join(result)
 
 
 def json_value(value: Any) -> Any:
@@ -108,7 +119,7 @@ def number(value: Any) -> str:
     if isinstance(value, int) or float(value).is_integer():
         return f"{int(value):,}" if abs(value) < 1e15 else f"{value:.3g}"
     size = abs(value)
-    if size >= 1000:
+    if size >= 999.95:  # 1,000 with four digits
         return f"{value:,.0f}"
     return short_exponent(f"{value:.2e}") if size < 1e-3 else f"{value:.4g}"
 
@@ -122,7 +133,7 @@ def short(value: float) -> str:
         return "0" if value == 0 else "–"
     if 99.5 <= abs(value) < 999.5:
         return f"{value:.0f}"
-    return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else short_exponent(f"{value:.1e}")
+    return f"{value:.2g}" if 0.01 <= abs(value) < 100 else short_exponent(f"{value:.1e}")
 
 
 def format_signed(value: float) -> str:
@@ -131,15 +142,14 @@ def format_signed(value: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Formats a share: 12%, 0.3%; 0% and 100% only for exact values."""
+    """Formats a share: 12%, 0.3%, 99.8%; 0% and 100% only for exact values."""
     if not math.isfinite(share):
         return "–"
     hundred = 100 * share
-    if 0 < hundred < 0.1:
-        return "<0.1%"
-    if 99.9 < hundred < 100:
-        return ">99.9%"
-    return f"{hundred:.0f}%" if hundred >= 10 or hundred == 0 else f"{hundred:.1f}%"
+    if 0 < hundred < 0.1 or 99.9 < hundred < 100:
+        return "<0.1%" if hundred < 1 else ">99.9%"
+    whole = 9.95 <= hundred < 99.5 or hundred >= 100 or hundred == 0
+    return f"{hundred:.0f}%" if whole else f"{hundred:.1f}%"
 
 
 def format_count(count: int, what: str) -> str:

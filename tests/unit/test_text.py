@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from trimtab.text import code_span, duration, format_signed, join_names, markdown_text
+from trimtab.text import code_span, duration, format_signed, join_names, markdown_text, number
 
 HOSTILE = (
     *("`", "``", "a```b``c", " `a` ", "a\nb", "a\r\n\r\n# b", "| a \\| b |", "<script>&amp;", "[a](b) ![c](d)"),
@@ -48,7 +48,11 @@ def test_durations(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.256, "0.26"), (0.0019, "1.9e-3"), (99.4, "99"), (99.6, "100"), (-150, "−150"), (1500, "1.5e3")],
+    [(0.256, "0.26"), (2e-3, "2.0e-3"), (99.4, "99"), (99.6, "100"), (-150, "−150"), (999.8, "1.0e3"), (1500, "1.5e3")],
 )
 def test_numbers_have_two_digits_and_integers_up_to_a_thousand_three(value: float, text: str) -> None:
     assert format_signed(value) == text
+
+
+def test_separators_begin_where_a_number_is_written_as_a_thousand() -> None:
+    assert [number(value) for value in (999.94, 999.96, -1000.4)] == ["999.9", "1,000", "-1,000"]

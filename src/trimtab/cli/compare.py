@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.output import Json, Sets, echo, print_json, usable_cores
+from trimtab.cli.output import Json, Sets, echo, print_json
 from trimtab.runs.layout import REPORT
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def compare(
 
     The same command goes on where a stopped one ended.
     """
+    from trimtab.runs.provenance import usable_cores
     from trimtab.trainer.lab import experiment as lab
     from trimtab.trainer.lab.regimes import regime
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer
 
-from trimtab.cli.output import Json, print_result, usable_cores
+from trimtab.cli.output import Json, print_result
 from trimtab.errors import Finding
 from trimtab.plugins import install_hint
 from trimtab.trainer.sandbox.python_pool import SandboxName, describe_protection, sandbox_unavailable
@@ -42,6 +42,8 @@ MEMORY_NEEDED, DISK_NEEDED = 6 * GIB, 4 * GIB
 
 def doctor(as_json: Json = False) -> None:
     """Check libraries, the bundled model, threads, memory and disk. Exit code 1 when something needed is missing."""
+    from trimtab.runs.provenance import usable_cores
+
     checks = [
         Finding("ok", "trimtab", importlib.metadata.version("trimtab")),
         Finding("ok", "python", platform.python_version()),

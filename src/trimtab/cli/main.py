@@ -160,13 +160,9 @@ def _format_warning(message: Warning | str, category: type[Warning], file: str, 
 
 
 def main() -> NoReturn:
-    """Run the command line; entry point of the console script."""
+    """Run the command line and exit; `trimtab.__main__` is the entry point that calls it."""
     warnings.formatwarning = _format_warning
     sys.excepthook = lambda *bug: echo("".join(traceback.format_exception(*bug)), err=True, nl=False)
     # Otherwise the hub client prints its retries beside the one-line error about a missing model.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.exit(run(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()

@@ -134,11 +134,6 @@ def check_page(path: Path | None, option: str, otherwise: str = "") -> None:
         raise TrimtabError(f"{option} {path} is not a page: give a name that ends in .html{otherwise}")
 
 
-def usable_cores() -> int:
-    """Returns the number of cores this process may use; a container may limit it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run_directory(recipe: str, out: Path | None, configured: str | None) -> Path:
     """Returns the run directory: `--out`, the recipe if it is a run directory, its key `out`, or `runs/<recipe>`."""
     if out is not None:

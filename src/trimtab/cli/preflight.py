@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trimtab.cli.output import Json, Sets, check_page, echo, only_json, print_json
+from trimtab.text import fold
 
 if TYPE_CHECKING:
     from trimtab.preflight.engine_pair import Check
@@ -97,7 +98,6 @@ def preflight(
 
 def _row(label: str, text: str) -> str:
     """Returns the lines of one row; the text of all rows begins at the same column."""
-    from trimtab.diagnosis.output.as_text import fold
     from trimtab.preflight.checklist import CHECKS
     from trimtab.trainer.display import terminal_width
 

@@ -239,7 +239,7 @@ def effective_sample_size_is_low(steps: Sequence[Step]) -> Alarm | None:
 def gradient_norm_falls(steps: Sequence[Step]) -> Alarm | None:
     """Alarm if the gradient norm fell below 35% of that before, and the reward did not rise.
 
-    Miles saw falls to .07 to .02 before a collapse.
+    In Miles' report it fell from about 0.07 to 0.02 before a collapse.
     The gradient also gets smaller if prompts are learned, because groups of equal rewards have none; the reward then
     rises. Rewards that are missing or not finite do not prevent the alarm; a norm that is not finite is not a fall.
     """

@@ -110,14 +110,18 @@ def commit(package: Path = PACKAGE) -> dict[str, Any] | None:
     return None if commit_id is None or changed is None else {"id": commit_id, "modified": bool(changed)}
 
 
+def usable_cores() -> int:
+    """Returns the number of cores this process may use; a container may limit it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def hardware() -> dict[str, Any]:
     """Returns processor, usable cores, threads per operation, memory in bytes, and GPUs of this machine."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _processor(),
-        "cores": cores,
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],

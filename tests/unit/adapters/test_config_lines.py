@@ -99,6 +99,19 @@ def test_a_ratio_to_the_sampler_is_never_written_as_that_to_the_proximal_policy(
         assert "centers nothing" in lines_for(trainer, "score-centering", {})
 
 
+def test_infinite_and_small_bounds_are_numbers_where_they_are_read() -> None:
+    """Python has no `inf`; YAML writes infinity as `.inf`, and reads `1e-05`, which has no dot, as text."""
+    infinity = float("inf")
+    for preset, key in (("token-tis", "weight_max"), ("dapo", "clip_high")):
+        assert '=float("inf"),' in lines_for("trl", preset, {key: infinity})
+    bands = {"keep_max": infinity, "weight_min": 1e-5, "weight_max": infinity}
+    mis = yaml.safe_load(lines_for("miles", "geo-mask-token-tis", bands).partition("# mis.yaml")[2])
+    assert [mis[key] for key in ("rs_upper_bound", "tis_lower_bound", "tis_upper_bound")] == [infinity, 1e-5, infinity]
+    for trainer, preset, bound in (("miles", "ipo", {"divergence_max": 1e-5}), ("slime", "gspo", {"clip_low": 3e-5})):
+        settings = yaml.safe_load(lines_for(trainer, preset, bound).partition("# trimtab.yaml\n")[2])
+        assert settings == {"trimtab_objective": {"name": preset, **bound}}
+
+
 def test_the_words_of_the_mismatch_corrections() -> None:
     tis = lines("token-tis", {"weight_max": 1.5})
     correction = "algorithm.rollout_correction"

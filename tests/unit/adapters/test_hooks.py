@@ -137,3 +137,6 @@ def test_openrlhf_returns_the_numbers_that_it_logs() -> None:
     assert value.item() == pytest.approx(-(1 + 0.367879) / 2, abs=1e-5)
     assert (clipped.item(), kl.item()) == (0.0, 0.5)
     assert mismatch.item() == -0.25
+    masked = torch.tensor([[-1.0, -2.0, float("nan")]])  # what is not trained may hold anything
+    mask = torch.tensor([[1, 1, 0]])
+    assert loss(masked, torch.tensor([[-1.0, -1.0, float("nan")]]), torch.ones(1, 3), mask)[2].item() == 0.5

@@ -202,7 +202,10 @@ def test_drift_that_cannot_be_split_has_a_reason() -> None:
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0, "0%"), (0.0004, "<0.1%"), (0.004, "0.4%"), (0.12, "12%"), (0.9996, ">99.9%"), (1, "100%"), (math.nan, "–")],
+    [
+        *[(0, "0%"), (0.0004, "<0.1%"), (0.004, "0.4%"), (0.0999, "10%"), (0.12, "12%"), (0.994, "99%")],
+        *[(0.996, "99.6%"), (0.998, "99.8%"), (0.9996, ">99.9%"), (1, "100%"), (math.nan, "–")],
+    ],
 )
 def test_shares_in_words(share: float, text: str) -> None:
     assert format_percent(share) == text

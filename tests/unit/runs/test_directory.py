@@ -80,6 +80,12 @@ def test_a_file_in_the_way_and_metrics_of_no_run_are_one_clear_line(tmp_path: Pa
         read_metrics(tmp_path / "metrics.jsonl")
 
 
+def test_what_cannot_be_removed_is_named_with_what_to_check(tmp_path: Path) -> None:
+    advice = "No such file or directory; check the permissions there"
+    with pytest.raises(TrimtabError, match=rf"^cannot remove {tmp_path}/none: {advice}$"):
+        atomic.remove_folder(tmp_path / "none")
+
+
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(TrimtabError, match=r"holds no run \(config.toml is missing\)"):

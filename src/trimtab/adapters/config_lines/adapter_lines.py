@@ -38,7 +38,8 @@ def written(value: Any, language: str) -> str:
     if isinstance(value, str):
         plain = language in ("yaml", "hydra") and re.fullmatch(r"[A-Za-z][\w.-]*", value)
         return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return repr(value)
+    # YAML reads 1e-05, without a dot, as text.
+    return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value)) if language == "yaml" else repr(value)
 
 
 def assignment(key: str, value: str) -> str:

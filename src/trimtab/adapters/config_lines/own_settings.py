@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from trimtab.adapters.config_lines.adapter_lines import ACTOR, ALGORITHM, assignment, verl_aggregation
+from trimtab.adapters.config_lines.adapter_lines import ACTOR, ALGORITHM, assignment, verl_aggregation, written
 from trimtab.corrections import OPSM, Band, Divergence, Mask, Veto, Weight
 from trimtab.objectives import Clipped, GammaWeight, GeometricClip, LogProb, Objective, Reinforce, SoftGate
 
@@ -28,6 +29,7 @@ TRL_AGGREGATIONS = {"cispo": "token-mean", "vespo": "token-mean", "sapo": "seq-m
 """TRL's other values of `loss_type` -> their aggregation."""
 ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
 MIS = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+_python, _yaml = partial(written, language="python"), partial(written, language="yaml")
 
 
 class Settings(NamedTuple):
@@ -219,11 +221,11 @@ def _call(name: str, options: Mapping[str, str]) -> str:
 def _trl_surrogate(built: Objective) -> Settings:
     match built.surrogate, built.ratio.level:
         case Clipped(low=low, high=high, dual=dual), "token" | "geometric" as level:
-            options, remarks = {"epsilon": repr(low), "epsilon_high": repr(high)}, ()
+            options, remarks = {"epsilon": _python(low), "epsilon_high": _python(high)}, ()
             if level == "geometric":
                 options["importance_sampling_level"] = '"sequence"'
             if dual is not None:
-                options["delta"] = repr(dual)
+                options["delta"] = _python(dual)
                 remarks = ("# differs: TRL's delta caps the ratio where A > 0 too",) if dual < 1 + high else ()
             return Settings(options, remarks)
         case GammaWeight() as part, "sequence":
@@ -232,27 +234,27 @@ def _trl_surrogate(built: Objective) -> Settings:
             # TRL takes the product current/sampler from its correction, here without a bound.
             weight = {"correction": "True", "mode": '"token_truncate"', "clip_max": "1e9"}
             weight = {f"vllm_importance_sampling_{key}": value for key, value in weight.items()}
-            return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(repr, values), strict=True))})
+            return Settings({"loss_type": '"vespo"', **weight, **dict(zip(names, map(_python, values), strict=True))})
         case Reinforce(ceiling=ceiling), "token":
-            return Settings({"loss_type": '"cispo"', "epsilon_high": repr(min(ceiling, UNBOUNDED))})
+            return Settings({"loss_type": '"cispo"', "epsilon_high": _python(min(ceiling, UNBOUNDED))})
         case SoftGate(positive=positive, negative=negative), "token":
-            options = {"sapo_temperature_pos": repr(positive), "sapo_temperature_neg": repr(negative)}
+            options = {"sapo_temperature_pos": _python(positive), "sapo_temperature_neg": _python(negative)}
             return Settings({"loss_type": '"sapo"', **options})
         case GeometricClip(low=low, high=high), "token":
-            return Settings({"epsilon": repr(low), "epsilon_high": repr(high)})
+            return Settings({"epsilon": _python(low), "epsilon_high": _python(high)})
     raise no_term(built)
 
 
 def _trl_weight(weight: Weight) -> Settings:
     form, key = "mask" if weight.bound == "mask" else "truncate", "vllm_importance_sampling"
-    options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": repr(weight.high)}
-    options |= {f"{key}_clip_min": repr(weight.low)} if weight.low > 0 else {}
+    options = {f"{key}_mode": f'"{weight.level}_{form}"', f"{key}_clip_max": _python(weight.high)}
+    options |= {f"{key}_clip_min": _python(weight.low)} if weight.low > 0 else {}
     return Settings(options, ("# differs: TRL does not normalize the weights",) if weight.normalize else ())
 
 
 def _trl_mask(rule: Mask) -> Settings:
     if isinstance(rule, OPSM) and rule.sign == "negative":
-        return Settings({"off_policy_mask_threshold": repr(rule.delta)})
+        return Settings({"off_policy_mask_threshold": _python(rule.delta)})
     raise no_mask(rule)
 
 
@@ -314,8 +316,8 @@ def _miles_weight(weight: Weight) -> Settings:
         "use_tis": "true",
         "tis_level": weight.level,
         "tis_mode": weight.bound,
-        "tis_lower_bound": f"{float(weight.low)!r}",
-        "tis_upper_bound": f"{float(weight.high)!r}",
+        "tis_lower_bound": _yaml(float(weight.low)),
+        "tis_upper_bound": _yaml(float(weight.high)),
         "tis_batch_normalize": str(weight.normalize).lower(),
     }
     return Settings({**built_in, **helper})
@@ -323,11 +325,11 @@ def _miles_weight(weight: Weight) -> Settings:
 
 def _miles_mask(rule: Mask) -> Settings:
     if isinstance(rule, Band) and rule.over == "proximal" and rule.level in LEVELS:
-        bounds = {"rs_lower_bound": f"{float(rule.min)!r}", "rs_upper_bound": f"{float(rule.max)!r}"}
+        bounds = {"rs_lower_bound": _yaml(float(rule.min)), "rs_upper_bound": _yaml(float(rule.max))}
         return Settings({"use_rs": "true", "rs_level": rule.level, **bounds})
     if isinstance(rule, Veto) and (rule.of, rule.over) == ("ratio", "proximal"):
         remark = "# differs: Miles applies its veto beside a band only (use_rs)"
-        return Settings({"rs_veto_threshold": f"{float(rule.min)!r}"}, (remark,))
+        return Settings({"rs_veto_threshold": _yaml(float(rule.min))}, (remark,))
     if isinstance(rule, OPSM) and rule.sign == "negative":
         remark = "# differs: Miles compares with π_old, not with the sampler"
         return Settings({"--use-opsm": "", "--opsm-delta": f"{rule.delta:g}"}, (remark,))

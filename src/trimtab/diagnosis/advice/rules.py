@@ -20,6 +20,7 @@ from trimtab.adapters.config_lines import lines
 from trimtab.diagnosis.advice.preset_outcomes import AdviceData, rate_preset, rate_presets
 from trimtab.diagnosis.records import MUST_FIX, Cause, Measured, PresetOutcome, Recommendation, read_table
 from trimtab.objectives.calibrate import bounds_of
+from trimtab.text import short
 
 K3_FACTOR = 3.0  # a regime covers k3 up to this factor beyond the range of its runs
 LENGTH_FACTOR = 2.0  # the same for the mean length of responses: methods that read whole responses change with it
@@ -85,11 +86,11 @@ class MapRegime:
 
     def outside(self, k3: float, tokens: float) -> str:
         """Returns why data with this k3 and mean length is not covered; empty if it is."""
-        (k3_low, k3_high), (short, long) = self.k3, self.tokens
+        (k3_low, k3_high), (least, most) = self.k3, self.tokens
         if self.cause and not k3_low / K3_FACTOR <= k3 <= k3_high * K3_FACTOR:
-            return f"k3 is {k3:.1e} here and {k3_low:.1e} to {k3_high:.1e} there"
-        if not short / LENGTH_FACTOR <= tokens <= long * LENGTH_FACTOR:
-            return f"responses have {tokens:,.0f} tokens here and {short:.0f} to {long:.0f} there"
+            return f"k3 is {short(k3)} here and {short(k3_low)} to {short(k3_high)} there"
+        if not least / LENGTH_FACTOR <= tokens <= most * LENGTH_FACTOR:
+            return f"responses have {tokens:,.0f} tokens here and {least:.0f} to {most:.0f} there"
         return ""
 
     def preferred(self, preset: str) -> str:
@@ -232,7 +233,7 @@ def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule,
     rule = next(rule for rule in RULES if CONDITIONS[rule.name](inputs))
     fields = {
         "faults": " and ".join(inputs.faults),
-        "k3": f"{inputs.k3:.1e}",
+        "k3": short(inputs.k3),
         "seq_bypass": f"{inputs.kept('seq-bypass'):.0%}",
         "geo_mask": f"{inputs.kept('geo-mask'):.0%}",
         "tokens": inputs.tokens,

@@ -35,6 +35,7 @@ from trimtab.diagnosis.causes.detector import (
 from trimtab.diagnosis.measure.trained_tokens import explained
 from trimtab.diagnosis.records import UNPROVEN, Cause, Numerics
 from trimtab.runs.metric_catalog import K3, judge, k3_ranges
+from trimtab.text import short
 
 MAX_K3 = 0.12  # largest k3 that is called noise [4 bits in exact streams: .1]
 MAX_DIRECTION = 0.35  # largest share of the variance of shifts by probability [8 bits: .3, temperature: .5]
@@ -248,7 +249,7 @@ class Noise:
     @property
     def text(self) -> str:
         size = f"logits of {self.tokens} undecided tokens differ by {self.rms:.2g} (root mean square)"
-        return size + (" besides the larger difference above" if self.k3 is None else f", k3 = {self.k3:.1e}")
+        return size + (" besides the larger difference above" if self.k3 is None else f", k3 = {short(self.k3)}")
 
 
 def measure_noise(tokens: LogprobPairs) -> Noise:

@@ -33,6 +33,7 @@ from trimtab.diagnosis.causes.detector import (
 )
 from trimtab.diagnosis.causes.noise_kinds import IDS_SHIFT, MIN_GROUP_TOKENS, Noise, drift_between_steps, measure_noise
 from trimtab.diagnosis.records import UNPROVEN
+from trimtab.text import short
 
 GROWTH_Z = 5.0  # standard errors of a growth of the mean log size of the shifts
 MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to older ones
@@ -132,8 +133,8 @@ def find_undelivered(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     times = "over 1,000 times" if k3[1] > 1000 * k3[0] else f"{k3[1] / k3[0]:.0f} times"
     by = "as of a synchronous trainer" if context.assumes_current else "by its versions"
     evidence = (
-        f"every token is of age 0 {by}, but k3 grows from {k3[0]:.1e} at step {steps.steps[0]} to "
-        f"{k3[1]:.1e} at step {steps.steps[-1]} ({times}), in the order of the steps: "
+        f"every token is of age 0 {by}, but k3 grows from {short(k3[0])} at step {steps.steps[0]} to {short(k3[1])} "
+        f"at step {steps.steps[-1]} ({times}), in the order of the steps: "
         "the trainer moves away from weights that the sampler keeps"
     )
     sure = UNPROVEN if context.assumes_current else 0.95
@@ -169,8 +170,8 @@ def find_stale_cache(tokens: LogprobPairs, context: Context) -> list[CauseMatch]
     despite = ", although versions say that weights are current" if is_recorded else ""
     evidence = (
         f"logits move {np.exp(slope):.1f} times as far for prompts that were asked in an earlier step as for new ones "
-        f"of the same step (z = {z:.1f}; k3 {Residual.of(old).k3:.1e} and {Residual.of(new).k3:.1e}){despite}: keys "
-        "and values of older weights answer from the engine's prefix cache"
+        f"of the same step (z = {z:.1f}; k3 {short(Residual.of(old).k3)} and {short(Residual.of(new).k3)}){despite}: "
+        "keys and values of older weights answer from the engine's prefix cache"
     )
     return [CauseMatch("stale-cache", evidence, new, len(old), confidence(z, GROWTH_Z))]
 

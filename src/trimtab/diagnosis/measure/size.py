@@ -31,6 +31,7 @@ from trimtab.diagnosis.records import DriftSplit, MismatchSize
 from trimtab.intervals import FEWEST_CLUSTERS, Interval, cluster_intervals, resampled
 from trimtab.objectives.state import Metrics
 from trimtab.runs.metric_catalog import k3_range
+from trimtab.text import short
 
 _BIAS = 127
 _DECIMALS = 6  # largest number of decimals that is coarser than float32
@@ -87,7 +88,7 @@ def rounding_floor(columns: Mapping[str, RoundingDetector]) -> tuple[float, str]
     """Returns the k3 from rounding alone, which is half the sum of the columns' variances, and a sentence about it."""
     value = 0.5 * sum(column.variance for column in columns.values())
     stored = " and ".join(f"{name} is stored in {column.grid}" for name, column in columns.items())
-    return value, f"{stored}: rounding alone makes a k3 of {value:.1e}"
+    return value, f"{stored}: rounding alone makes a k3 of {short(value)}"
 
 
 CLUSTERS = 2048  # largest number of clusters that are resampled; more are merged evenly

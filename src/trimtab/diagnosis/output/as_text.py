@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,8 @@ from trimtab.diagnosis import against
 from trimtab.diagnosis.against import Comparison
 from trimtab.diagnosis.answer import FIGURES, Answer, Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
-from trimtab.text import code_span, format_percent, markdown_text, one_line, short
+from trimtab.text import code_span, fold, format_percent, markdown_text, short
 
-LABEL = 10  # smallest width of the labels on the terminal
 MISSING = 3  # largest number of absent columns for which the terminal explains each
 MAIN = 5  # number of figures in the table of Markdown, the first of `FIGURES`
 PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
@@ -28,21 +26,6 @@ def terminal_text(
     """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
     lines = terminal_rows(diagnosis) if comparison is None else against.terminal_rows(comparison)
     return fold([*lines, *([] if page is None else [("page", str(page))])], width)
-
-
-def fold(lines: Sequence[tuple[str, str]], width: int | None) -> str:
-    """Returns labeled lines as text."""
-    label_width = max(LABEL, *(len(label) + 2 for label, _ in lines))
-    result = []
-    for label, text in lines:
-        plain, head = one_line(text), f"{label:<{label_width}}"  # text from files may contain control characters
-        if width is None:
-            result.append(head + plain)
-            continue
-        result += textwrap.wrap(
-            plain, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
-        )
-    return "\n".join(result)
 
 
 def terminal_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:

@@ -137,8 +137,8 @@ def test_the_map_decides_where_it_covers_the_case() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"k3": 3.1e-2}, "stale-32) does not cover this: k3 is 3.1e-02 here and 1.0e-03 to 1.0e-02 there."),
-        ({"k3": 3.2e-4}, "stale-32) does not cover this: k3 is 3.2e-04 here and 1.0e-03 to 1.0e-02 there."),
+        ({"k3": 3.1e-2}, "stale-32) does not cover this: k3 is 0.031 here and 1.0e-3 to 0.01 there."),
+        ({"k3": 3.2e-4}, "stale-32) does not cover this: k3 is 3.2e-4 here and 1.0e-3 to 0.01 there."),
         ({"tokens": 12_050}, "does not cover this: responses have 241 tokens here and 110 to 120 there."),
         ({"tokens": 2_700}, "does not cover this: responses have 54 tokens here and 110 to 120 there."),
     ],
@@ -188,7 +188,7 @@ def test_the_map_covers_the_mean_k3_of_its_runs_and_not_that_of_their_last_step(
 
     [stale] = [regime for regime in load_map() if regime.cause == "stale"]
     assert stale.k3 == pytest.approx([min(means("grpo:optim.lr=1.25e-05")), max(means("seq-bypass"))], rel=5e-3)
-    assert stale.outside(0.03, 120) == "k3 is 3.0e-02 here and 6.7e-04 to 4.7e-03 there"
+    assert stale.outside(0.03, 120) == "k3 is 0.03 here and 6.7e-4 to 4.7e-3 there"
 
 
 def test_the_list_of_methods_is_made_of_the_rules_and_the_map() -> None:

@@ -123,7 +123,7 @@ def test_keys_and_values_of_older_weights_are_a_stale_cache() -> None:
     assert cause.confidence > 0.7
     assert cause.share_of_k3 > 0.8
     assert first(table, "stale-cache").name == "unexplained"
-    assert "although versions say" in cause.evidence
+    assert "k3 0.011 and 3.0e-4), although versions say" in cause.evidence
     unknown = first(replace(table, version=None, proximal_version=None))
     assert unknown.name == "stale-cache"
     assert "versions" not in unknown.evidence
@@ -164,7 +164,7 @@ def test_a_rise_that_saturates_is_weights_that_never_arrive() -> None:
     table = drawn(size, **versions(step))
     cause = first(table)
     assert cause.name == "undelivered"
-    assert "k3 grows from" in cause.evidence
+    assert "k3 grows from 2.9e-11 at step 0 to 0.51 at step 23" in cause.evidence
     # The same of an unknown age, or of one age, may be meant; that the file says so proves nothing.
     for columns in ({"version": None, "proximal_version": None}, {"proximal_version": step + 1}):
         lags = first(replace(table, **columns))
@@ -234,7 +234,8 @@ def test_a_reward_stands_in_for_an_advantage_without_any_value() -> None:
 
 def test_noise_of_one_size_is_neither() -> None:
     step, prompt, _ = asked(3)
-    assert plant.names(drawn(np.full(240, 0.05), prompt=prompt, **versions(step))) == {"precision"}
+    [cause] = plant.causes(drawn(np.full(240, 0.05), prompt=prompt, **versions(step)))
+    assert (cause.name, "k3 = 8.0e-4, " in cause.evidence) == ("precision", True)
 
 
 def test_values_above_zero_are_unexplained_and_in_no_other_cause() -> None:
