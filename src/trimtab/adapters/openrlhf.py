@@ -108,10 +108,10 @@ class ObjectivePolicyLoss(nn.Module):
             self.objective, given, advantages, counts=(tokens, sequences), dump=self._dump, monitor=self._monitor
         )
         clipped = values.get("clip/low", 0.0) + values.get("clip/high", 0.0)
-        kept, count, mismatch = logps.mask, mask.sum().clamp(min=1), None
-        old_to_new = torch.where(kept, old_log_probs - log_probs, 0.0).detach().sum() / count
+        count, mismatch = mask.sum().clamp(min=1), None
+        old_to_new = torch.where(mask, old_log_probs - log_probs, 0.0).detach().sum() / count
         if rollout_log_probs is not None:
-            mismatch = torch.where(kept, rollout_log_probs - old_log_probs, 0.0).detach().sum() / count
+            mismatch = torch.where(logps.mask, rollout_log_probs - old_log_probs, 0.0).detach().sum() / count
         return loss * dp_size, torch.as_tensor(clipped).to(log_probs), old_to_new, mismatch
 
 
