@@ -24,8 +24,8 @@ from trimtab.corrections import PrefixBudget as PrefixBudget
 from trimtab.corrections import RuleInputs as RuleInputs
 from trimtab.corrections import Veto as Veto
 from trimtab.corrections import Weight as Weight
-from trimtab.corrections.arguments import PolicyLogps as PolicyLogps
 from trimtab.corrections.code_lines import Lines as Lines
+from trimtab.corrections.policy_logps import PolicyLogps as PolicyLogps
 from trimtab.objectives.advantages import advantages as advantages
 from trimtab.objectives.aggregation import Aggregation as Aggregation
 from trimtab.objectives.correct import Correction as Correction

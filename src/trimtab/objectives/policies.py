@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab.corrections.arguments import CheckedFields, one_of
+from trimtab.corrections.fields import CheckedFields, one_of
 from trimtab.corrections.ratios import LEVELS
 
 

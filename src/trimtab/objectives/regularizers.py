@@ -28,8 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import CheckedFields, one_of, within
 from trimtab.corrections.code_lines import Lines, clamped
+from trimtab.corrections.fields import CheckedFields, one_of, within
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError
 from trimtab.objectives.policies import Ratio
