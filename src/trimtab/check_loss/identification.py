@@ -24,8 +24,8 @@ from trimtab.corrections.weights import Weight
 from trimtab.objectives import Aggregation, Objective
 from trimtab.objectives.aggregation import AGGREGATION_KINDS
 from trimtab.objectives.keywords import SURROGATES, value_at
-from trimtab.objectives.policies import Ratio
 from trimtab.objectives.presets import COMPOSED, PRESETS
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.ratio_bounds import GammaWeight, GeometricClip, GrowingClip, QuadraticPenalty, SoftGate
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Surrogate, Unclipped

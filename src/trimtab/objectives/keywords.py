@@ -16,7 +16,7 @@ from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, PrefixBudget
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.objective import Objective
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.ratio_bounds import (
     AgedClip,
     Banded,

@@ -34,7 +34,7 @@ from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.regularizers import KL, Centering
 from trimtab.objectives.state import Metrics, State
 from trimtab.objectives.surrogates import Surrogate, Terms

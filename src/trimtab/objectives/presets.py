@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.keywords import Preset
 from trimtab.objectives.objective import Objective
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.ratio_bounds import (
     AgedClip,
     Banded,

@@ -24,7 +24,7 @@ from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.state import State
 
 
