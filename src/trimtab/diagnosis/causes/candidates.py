@@ -35,7 +35,8 @@ from trimtab.diagnosis.causes.noise_kinds import (
     MIN_FAR_SIDES,
     MIN_FAR_TOKENS,
     MIN_GROUP_TOKENS,
-    MIN_TOKENS,
+    MIN_RESPONSE_TOKENS,
+    MIN_RESPONSES,
     QUANTIZED,
     carriers,
     drift_between_steps,
@@ -53,7 +54,7 @@ SIGN_Z = 6.0  # standard errors beyond which a trend is one
 MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
 MIN_BEFORE = 0.15  # least share of the tokens before the depth at which a difference begins
 MIN_ONSET = 8.0  # least growth along the context of what begins within responses [caches and positions: up to 5]
-MIN_PART = 0.08  # least part of the variance that a group decides
+MIN_VARIANCE_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
 MAX_LOOSE = 0.3  # part of the variance on a line below which there is none [other contexts: .15, temperatures: .7]
 END_LIFT = 5.0  # least ratio of the share of k3 of first or last tokens to their share of the tokens
@@ -230,19 +231,19 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
     if undecided.step is not None:  # a size that grows over steps also differs between responses
         size = centered(size, undecided.step)
     rows, count = np.unique(undecided.row, return_counts=True)
-    if (count >= MIN_TOKENS).sum() < 4:
+    if (count >= MIN_RESPONSE_TOKENS).sum() < 4:
         return
-    part = explained(size, undecided.row, MIN_TOKENS)
+    part = explained(size, undecided.row, MIN_RESPONSE_TOKENS)
     prompt = undecided.prompt
-    of_prompt = 0.0 if prompt is None else explained(size, prompt, MIN_TOKENS)
-    if part < MIN_PART:
+    of_prompt = 0.0 if prompt is None else explained(size, prompt, MIN_RESPONSE_TOKENS)
+    if part < MIN_VARIANCE_PART:
         yield "even", "all responses differ alike"
     elif prompt is not None and len(np.unique(prompt)) < 0.6 * len(rows) and of_prompt > 0.7 * part:
         yield "by-prompt", f"the prompt decides {of_prompt:.0%} of the variance of sizes"
     else:
         yield "by-response", f"the response decides {part:.0%} of the variance of sizes"
     carry, compared = carriers(undecided)
-    if part >= MIN_PART and len(carry):
+    if part >= MIN_VARIANCE_PART and len(carry):
         yield "some-clean", f"{len(carry)} of {compared} responses carry it, the others are clean"
 
 
@@ -297,7 +298,7 @@ def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:
     k3 = tokens.k3
     for name, at in (("first", edge[:-1]), ("last", edge[1:] - 1)):
         part, held = len(at) / len(tokens), float(k3[at].sum() / max(k3.sum(), 1e-300))
-        if len(at) >= MIN_TOKENS and part < 0.2 and held > 0.3 and held > END_LIFT * part:
+        if len(at) >= MIN_RESPONSES and part < 0.2 and held > 0.3 and held > END_LIFT * part:
             yield "ends", f"the {name} token of a response holds {held:.0%} of k3"
 
 

@@ -22,10 +22,9 @@ from trimtab.diagnosis.causes.wrong_values import (
 )
 from trimtab.diagnosis.records import CAUSES, FINDINGS, UNPROVEN, Cause, Measured
 
-MAX_LEFT = 0.9  # part of k3 that a repair may leave
+MAX_K3_LEFT = 0.9  # part of k3 that a repair may leave
 MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
-
-MIN_TOKENS = 100  # fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred
+MIN_TRAINED_TOKENS = 100  # fewest for which causes other than `non-finite` and `placeholder` are inferred
 
 NOISES = ("precision", "quantized", "routing")
 STAGES: tuple[tuple[Detector, ...], ...] = (
@@ -52,7 +51,7 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
     origin = measured.origin
     is_rounded = any(one.name == FINDINGS["whole-numbers"]["name"] for one in origin.findings)
-    if len(tokens) >= MIN_TOKENS and not everywhere and not is_rounded:
+    if len(tokens) >= MIN_TRAINED_TOKENS and not everywhere and not is_rounded:
         context = Context(measured.size.floor, origin.numerics, assumes_current=origin.assumes_current)
         causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so it comes last.
@@ -85,7 +84,7 @@ def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) ->
             found += [(match, after) for match in matches]
             tokens, left = matches[-1].remaining, after
             context = replace(context, repaired=True, direction=matches[-1].direction or context.direction)
-            is_finished = matches[-1].is_final or len(tokens) < MIN_TOKENS // 2
+            is_finished = matches[-1].is_final or len(tokens) < MIN_TRAINED_TOKENS // 2
     is_known = is_finished or context.direction
     open_question = None if is_known else find_unexplained(tokens, left, context.floor, is_rest=bool(found))
     causes = [_to_cause(match, whole, after, left if open_question else None) for match, after in found]
@@ -107,7 +106,7 @@ def _try(
         return matches, left
     after = Residual.of(last.remaining)
     breaks = left.mean_is_one == "yes" and after.mean_is_one == "no"
-    leaves_less = after.tokens > 0 and after.k3 < MAX_LEFT * left.k3 and not breaks
+    leaves_less = after.tokens > 0 and after.k3 < MAX_K3_LEFT * left.k3 and not breaks
     return (matches, after) if last.is_final or leaves_less else None
 
 

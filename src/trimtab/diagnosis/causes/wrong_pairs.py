@@ -33,10 +33,10 @@ import numpy as np
 from trimtab.diagnosis.causes.detector import CauseMatch, Context, LogprobPairs, confidence, correlation, share, z_of
 
 MIN_GAIN = 12.0  # nats that all stretches of an offset must gain
-MIN_PART = 0.22  # least part of all distance that an offset must gain
+MIN_DISTANCE_PART = 0.22  # least part of all distance that an offset must gain
 MIN_LEAD = 3.0  # least ratio of the gain to that of the other offsets
-MAX_LEFT = 0.65  # part of the distance that an offset may leave
-MIN_CORRELATION = 0.75  # least correlation of the shifted lists
+MAX_DISTANCE_LEFT = 0.65  # part of the distance that an offset may leave
+MIN_LIST_CORRELATION = 0.75  # least correlation of the shifted lists
 MIN_STRETCH_GAIN = 3.0  # nats that a stretch must gain
 MIN_RESPONSE_GAIN = 6.0  # nats that the offset of a single response must gain
 MAX_RESPONSE_LEFT = 0.25  # part of its distance that the offset of a single response may leave
@@ -121,14 +121,14 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
         return None
     scores = [_score(tokens, distance, offset) for offset in OFFSETS]
     gains = np.stack([_find_stretches(score, tokens.row, MIN_STRETCH_GAIN)[0] for score, _ in scores])
-    needed = max(MIN_GAIN, MIN_PART * distance.sum())
+    needed = max(MIN_GAIN, MIN_DISTANCE_PART * distance.sum())
 
     # Stretches anywhere. Gains are compared per pair, since far offsets have fewer pairs.
     rates = gains.sum(1) / [max(int(real.sum()), 1) for _, real in scores]
     best = int(gains.sum(1).argmax())
     is_ahead = rates[best] >= MIN_LEAD * np.median(np.delete(rates, best))
     gain, everywhere = float(gains[best].sum()), np.ones(len(tokens), dtype=bool)
-    by_stretches = _Candidate(OFFSETS[best], gain, is_ahead and gain >= needed, everywhere, MAX_LEFT)
+    by_stretches = _Candidate(OFFSETS[best], gain, is_ahead and gain >= needed, everywhere, MAX_DISTANCE_LEFT)
 
     # Responses in which one offset is far ahead of the others; together they must gain as much.
     largest = gains.max(0)
@@ -143,7 +143,7 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     # All tokens, which does not say where the stretches are.
     wholes = [float(score[real].sum()) if z_of(score[real]) > WHOLE_Z else 0.0 for score, real in scores]
     best = int(np.argmax(wholes))
-    by_all_tokens = _Candidate(OFFSETS[best], wholes[best], wholes[best] >= needed, None, MAX_LEFT)
+    by_all_tokens = _Candidate(OFFSETS[best], wholes[best], wholes[best] >= needed, None, MAX_DISTANCE_LEFT)
 
     # If responses have different offsets, the first offset anywhere would also take stretches of the others.
     first, second = (by_responses, by_stretches) if has_others else (by_stretches, by_responses)
@@ -162,7 +162,7 @@ def _fit_shift(tokens: LogprobPairs, distance: np.ndarray, candidate: _Candidate
     partner, _ = _find_partners(tokens, offset)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
-    if near > candidate.max_left * distance[chosen].mean() or correlation(behavior, moved) < MIN_CORRELATION:
+    if near > candidate.max_left * distance[chosen].mean() or correlation(behavior, moved) < MIN_LIST_CORRELATION:
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
     inside = _trim(_find_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, offset)
