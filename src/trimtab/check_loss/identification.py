@@ -240,7 +240,7 @@ def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
         excess = math.expm1(0.25)
         found["epsilon"] = math.exp(RARE) * excess / (1 - weight / (1 + excess))
     elif isinstance(part, Regression):
-        found["beta"] = float(readings.pull[3]) / TOKENS
+        found["beta"] = float(readings.gradient_change_at_zero_advantage[3]) / TOKENS
     return _changed(part, found)
 
 
