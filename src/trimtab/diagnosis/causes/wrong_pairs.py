@@ -328,10 +328,10 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
     starts, lengths = edges[:-1], np.diff(edges)
     if len(starts) < 3:
         return []
-    own = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths
+    own_distance = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths
     surprise = -np.add.reduceat(tokens.behavior, starts)
     told = (lengths >= 4) & (surprise > MIN_OWN_SURPRISE)  # whether a response can be told from others
-    disagrees = told & (own > MIN_OWN_DISTANCE)
+    disagrees = told & (own_distance > MIN_OWN_DISTANCE)
     trainer = tokens.trainer.copy()
     restored, copied = np.zeros(len(starts), dtype=bool), np.zeros(len(starts), dtype=bool)
     for length in np.unique(lengths[disagrees]):
@@ -344,7 +344,7 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
         for i in np.flatnonzero(disagrees[equal]):
             distance = np.minimum(np.abs(tokens.behavior[index[i]] - values), CAP).mean(-1)
             owner, second = (int(row) for row in np.argpartition(distance, 1)[:2])
-            if owner != i and distance[owner] < MAX_DISTANCE * min(own[equal[i]], distance[second]):
+            if owner != i and distance[owner] < MAX_DISTANCE * min(own_distance[equal[i]], distance[second]):
                 trainer[index[i]] = values[owner]
                 restored[equal[i]] = True
     swapped = restored | copied
@@ -353,8 +353,8 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
         return []
     # Responses that are too certain to show a wrong list may have one, as may responses that fit worse than usual.
     after = np.add.reduceat(np.minimum(np.abs(trainer - tokens.behavior), CAP), starts) / lengths
-    usual = np.median(after[restored]) if restored.any() else np.quantile(own[told], 0.2)
-    kept = restored | (told & (own < MAX_FIT * usual + 0.01))
+    usual = np.median(after[restored]) if restored.any() else np.quantile(own_distance[told], 0.2)
+    kept = restored | (told & (own_distance < MAX_FIT * usual + 0.01))
     evidence = (
         f"{found} of {len(starts)} responses have the trainer's log-probs of another response of equal length: "
         f"{int(restored.sum())} of them fit those far better than their own, {int(copied.sum())} have a list that "

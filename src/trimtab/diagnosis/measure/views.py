@@ -214,7 +214,7 @@ def prompt_view(sample: TokenTable) -> View | None:
     part = max(explained(size, of_response, least=2), 0.0)
     note = f"the prompt decides {part:.0%} of the variance of the size of its responses' errors"
     envelope = _envelope(prompt, tokens.log, top, fewest=1)
-    return groups.view("prompt", [str(one) for one in top], top, columns=columns, envelope=envelope, note=note)
+    return groups.view("prompt", list(map(str, top)), top, columns=columns, envelope=envelope, note=note)
 
 
 def _rank_by_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
@@ -226,8 +226,8 @@ def _rank_by_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
 
 def _envelope(group: np.ndarray, log: np.ndarray, top: np.ndarray, fewest: int) -> np.ndarray:
     """Returns the percentiles of the log-ratios of each group of `top`; NaN with less than `fewest` tokens."""
-    logs = [log[group == one] for one in top]
-    return np.array([np.quantile(of, ENVELOPE) if len(of) >= fewest else np.full(3, np.nan) for of in logs])
+    logs = (log[group == number] for number in top)
+    return np.array([np.quantile(part, ENVELOPE) if len(part) >= fewest else np.full(3, np.nan) for part in logs])
 
 
 ORDERED = ("probability", "entropy", "position", "version")
