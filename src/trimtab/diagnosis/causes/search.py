@@ -7,19 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.diagnosis.causes import wrong_values
 from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
 from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
 from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.wrong_pairs import find_retokenized, find_shifts, find_swapped_responses
-from trimtab.diagnosis.causes.wrong_values import (
-    find_above_zero,
-    find_copied,
-    find_log_base,
-    find_nonfinite,
-    find_placeholder,
-    find_wrong_token,
-)
 from trimtab.diagnosis.records import CAUSES, FINDINGS, UNPROVEN, Cause, Measured
 
 MAX_K3_LEFT = 0.9  # part of k3 that a repair may leave
@@ -28,7 +21,7 @@ MIN_TRAINED_TOKENS = 100  # fewest for which causes other than `non-finite` and 
 
 NOISES = ("precision", "quantized", "routing")
 STAGES: tuple[tuple[Detector, ...], ...] = (
-    (find_copied, find_log_base, find_wrong_token),
+    (wrong_values.find_copied, wrong_values.find_log_base, wrong_values.find_wrong_token),
     (find_shifts, find_swapped_responses),
     (find_retokenized,),
     (find_sampling_faults,),
@@ -45,7 +38,11 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's numerics) and the floor in
     `measured.size`. without: names of causes to skip. Rules: docs/reference-detection.md.
     """
-    known = [find_placeholder(measured), find_nonfinite(measured.origin), find_above_zero(measured.sample)]
+    known = [
+        wrong_values.find_placeholder(measured),
+        wrong_values.find_nonfinite(measured.origin),
+        wrong_values.find_above_zero(measured.sample),
+    ]
     causes = [cause for cause in known if cause is not None and cause.name not in without]
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
