@@ -76,10 +76,7 @@ class Hook:
         return None
 
     def absent(self, reader: str, policy: str) -> TrimtabError:
-        """Returns the error for a policy that `reader` reads and that the trainer does not pass with these settings.
-
-        policy: a field of `PolicyLogps` with a row in `remedies`.
-        """
+        """Returns the error for a policy, named in `remedies`, that `reader` reads and the trainer does not pass."""
         return TrimtabError(
             f"{reader} reads {MEANING[policy]}, which {self.trainer} does not have: {self.remedies[policy]}"
         )

@@ -1,8 +1,7 @@
 """Settings that only a trainer's own policy loss reads (loss_settings.csv), which an objective replaces.
 
 A setting becomes a keyword of the objective if both mean the same; otherwise it is refused, with what replaces it.
-Settings of losses that no preset has, such as verl's `clip_cov`, are ignored: the trainer reads them only if that loss
-is chosen.
+Settings of losses that no preset has, like verl's `clip_cov`, are ignored: they are read only if that loss is chosen.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from trimtab.text import format_percent, short
 TAIL = 0.01  # share of the tokens that form the tail: those with the largest |log-ratio|
 _FEWEST_CLUSTERS = 5  # no intervals if a side has fewer clusters
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
-
 _AGREE = ("exact", "rounding")  # verdicts that mean: no mismatch beyond rounding
 HEADS = ("", "A", "B", "A against B")
 

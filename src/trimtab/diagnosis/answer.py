@@ -41,13 +41,8 @@ CLOSE = 1e-3  # a mean ratio this close to 1 is accepted, however narrow its int
 MOST_KNOWN = 3  # largest number of known faults shown under a cause
 MOST_SPOTS = 3  # largest number of hotspots that the answer names
 SHOWN = 3  # number of families of candidates that the answer names
-PROOF = {
-    "healthy": "",
-    "proven": "Proven: {text}",
-    "fits": "Fits, but unproven: {text}",
-    "differential": "Not known: {text}",
-}
-"""What the first line says of each kind of answer."""
+PROOF = {"healthy": "", "proven": "Proven: ", "fits": "Fits, but unproven: ", "differential": "Not known: "}
+"""How the first line begins for each kind of answer."""
 OF_BATCH = ("end token", "repeated", "advantages")
 """Findings about the responses of a batch, which the verdict repeats: the log-probs may be right nevertheless."""
 RESCORE = "trimtab rescore FILE --model PATH"
@@ -185,7 +180,8 @@ class Diagnosis:
         overrides = overrides_text(recommended.overrides)
         method = f"{recommended.preset} with {overrides}" if overrides else recommended.preset or "no correction yet"
         shown = () if kind == "healthy" else tuple(map(Family.of, group_by_test(self.candidates)[:SHOWN]))
-        first = _first_step(self, shown, faults, kind, doubt, f"use the correction {method}")
+        repair = next(iter(faults.values()), None)
+        first = _first_step(self, shown, repair, kind, doubt, f"use the correction {method}")
         nothing = _text_without_cause(kind, recommended.preset, origin.trained)
         wrong = next((finding.detail for finding in findings if finding.status == "fail"), nothing)
         texts = [cause_text(cause) for cause in causes] or [wrong]
@@ -235,7 +231,7 @@ def _verdict(
     """Returns `Answer.verdict`. texts: of the causes, or what is said without one; findings: of the files."""
     if families and (likeliest := families[0].likely[0]).found:
         texts = [f"{likeliest.plain} ({likeliest.name}), as its test found"]
-    opening = PROOF[kind].format(text=f"{texts[0][0].lower()}{texts[0][1:]}.") or f"{texts[0]}."
+    opening = f"{PROOF[kind]}{texts[0][0].lower()}{texts[0][1:]}." if PROOF[kind] else f"{texts[0]}."
     odd = [one.detail for one in findings if one.name in OF_BATCH]
     return (
         ("", opening),
@@ -273,14 +269,9 @@ def _doubtful(causes: Sequence[Cause], verdict: str) -> CauseKind | None:
 
 
 def _first_step(
-    diagnosis: Diagnosis,
-    shown: Sequence[Family],
-    faults: Mapping[str, str],
-    kind: Kind,
-    doubt: CauseKind | None,
-    method: str,
+    diagnosis: Diagnosis, shown: Sequence[Family], repair: str | None, kind: Kind, doubt: CauseKind | None, method: str
 ) -> str:
-    """Returns what to do first.
+    """Returns what to do first. repair: of the first fault.
 
     Log-probs show that there is a difference and its size, not whether it is intended. So a cause needs no repair only
     if the files or the recipe state it, and if k3 is in a range published for working setups.
@@ -294,8 +285,8 @@ def _first_step(
         first = shown[0].test
         otherwise = "" if diagnosis.measured.rescored else f" Otherwise `{RESCORE}` says which side is off."
         return f"{first[0].upper()}{first[1:]}.{otherwise}"
-    if faults:
-        return next(iter(faults.values()))
+    if repair is not None:
+        return repair
     if kind == "healthy":
         # `grpo` is recommended only if trainer and sampler agree up to rounding.
         use = "no correction is needed" if diagnosis.recommendation.preset == "grpo" else method

@@ -133,7 +133,6 @@ def find_regime(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: flo
 
 
 FEWEST_TOKENS = 100  # fewest trained tokens for which the kind of mismatch is inferred
-
 ACCEPTED = 0.7
 """Share of tokens that a rule per response must keep: trust-region masking monitors 70% (arXiv 2512.23075)."""
 

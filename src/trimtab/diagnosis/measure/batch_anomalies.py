@@ -60,10 +60,7 @@ def _find_repeats(sample: TokenTable, prompt_step: np.ndarray) -> Iterator[Findi
 
 
 def _find_wrong_advantages(sample: TokenTable, group_step: np.ndarray) -> Iterator[Finding]:
-    """Yields findings if advantages of groups with equal rewards are not 0, or if advantages fall as rewards rise.
-
-    group_step: (responses, 2).
-    """
+    """Yields findings if advantages are not 0 in groups with equal rewards, or fall as rewards rise."""
     if sample.reward is None or sample.advantage is None:
         return
     known = np.isfinite(sample.reward) & np.isfinite(sample.advantage)

@@ -31,10 +31,7 @@ NOTES = read_table("texts.toml")["page"]
 def write_page(
     diagnosis: Diagnosis, path: Path, command: str = "", comparison: DiagnosisComparison | None = None
 ) -> Path:
-    """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written.
-
-    command: the command line that the page shows.
-    """
+    """Writes the page, which shows `command`, and returns its path. Raises `TrimtabError` if it cannot be written."""
     return write_output(path, page(diagnosis, command, comparison).encode())
 
 
