@@ -27,7 +27,7 @@ API = {
     "objectives": (
         "Objectives",
         *("objectives.lookup.objective", "objectives.lookup.objectives", "objectives.objective.Objective"),
-        *("objectives.objective.Output", "corrections.arguments.PolicyLogps", "objectives.policies.Ratio"),
+        *("objectives.objective.Output", "corrections.policy_logps.PolicyLogps", "objectives.ratio.Ratio"),
         *("objectives.state.State", "objectives.advantages.advantages", "objectives.state.Metrics"),
     ),
     "corrections": (

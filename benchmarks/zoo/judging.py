@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes.candidates import group_by_test
-from trimtab.diagnosis.measure.one_pass import judge_sides
+from trimtab.diagnosis.measure.rescored_sides import judge_sides
 from zoo.answers import NONE as NOTHING
 from zoo.answers import diagnosed
 from zoo.computed import compute, measured

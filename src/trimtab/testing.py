@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.check_loss.check import check
 from trimtab.check_loss.signatures import of_function
-from trimtab.corrections.arguments import check_batch
+from trimtab.corrections.policy_logps import check_batch
 from trimtab.corrections.reduce import nan_below_minimum
 from trimtab.monitor.alarms import LOW_ESS, wrong_mean
 from trimtab.monitor.metrics_of_step import MeanRatio

@@ -13,7 +13,7 @@ from tests.support.chat_tokenizers import bundled_tokenizer
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.cli.main import run
-from trimtab.diagnosis.measure.one_pass import judge_sides
+from trimtab.diagnosis.measure.rescored_sides import judge_sides
 from trimtab.diagnosis.pipeline import diagnose
 from trimtab.trainer.models.load import BUNDLED, load_plain
 

@@ -26,7 +26,7 @@ from tests.support.peer_modules import install_nemo_rl
 from torch import Tensor
 
 from trimtab.adapters import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime
-from trimtab.adapters.hooks import SETTINGS
+from trimtab.adapters.loss_settings import SETTINGS
 from trimtab.errors import TrimtabError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}

@@ -30,7 +30,8 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 from trl import GRPOTrainer as PlainTrainer
 
-from trimtab.adapters.hooks import HOOKS, SETTINGS
+from trimtab.adapters.hooks import HOOKS
+from trimtab.adapters.loss_settings import SETTINGS
 from trimtab.adapters.trl import GRPOTrainer, Guard
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.monitor import Monitor

@@ -357,7 +357,7 @@ def settings() -> dict[str, list[str]]:
     from verl.workers.config import ActorConfig, PolicyLossConfig
     from verl.workers.utils import losses
 
-    from trimtab.adapters.hooks import SETTINGS
+    from trimtab.adapters.loss_settings import SETTINGS
 
     fields = [
         one for kind in (ActorConfig, PolicyLossConfig, RolloutCorrectionConfig) for one in dataclasses.fields(kind)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.diagnosis.against import Comparison
+from trimtab.diagnosis.against import DiagnosisComparison
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.records import (
     Cause,
@@ -202,9 +202,9 @@ def example(
     return Diagnosis(measured, causes, OUTCOMES, recommendation)
 
 
-def compared(first: Diagnosis, names: tuple[str, str]) -> Comparison:
+def compared(first: Diagnosis, names: tuple[str, str]) -> DiagnosisComparison:
     """A diagnosis against one without a cause: twice its k3, by 12 prompts."""
-    return Comparison(
+    return DiagnosisComparison(
         first=first,
         second=replace(first, causes=()),
         k3=Interval(2.0, 1.5, 2.5),

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_chosen
+from trimtab.adapters.hooks import build, hook, peer_module
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import evaluate, per_response, record
 from trimtab.adapters.recording import MonitorChoice
 from trimtab.errors import TrimtabError

@@ -1,23 +1,16 @@
-"""The loss hook of each trainer: the fields that it passes, the objectives that it can carry, and refused settings.
+"""The loss hook of each trainer: the fields that it passes, and the objectives that it can carry.
 
 docs/adapters.md has the same facts, with the versions read and how each was checked. A hook that lacks something an
 objective needs refuses it by name, with the reason: a correction that silently does nothing is worse than none.
-
-The same holds for settings that only the trainer's own policy loss reads (loss_settings.csv). A setting becomes a
-keyword of the objective if both mean the same; otherwise it is refused, with what replaces it. Settings of losses that
-no preset has, such as verl's `clip_cov`, are ignored: the trainer reads them only if that loss is chosen.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib
-import importlib.resources
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives import Objective
@@ -83,10 +76,7 @@ class Hook:
         return None
 
     def absent(self, reader: str, policy: str) -> TrimtabError:
-        """Returns the error for a policy that `reader` reads and that the trainer does not pass with these settings.
-
-        policy: a field of `PolicyLogps` with a row in `remedies`.
-        """
+        """Returns the error for a policy, named in `remedies`, that `reader` reads and the trainer does not pass."""
         return TrimtabError(
             f"{reader} reads {MEANING[policy]}, which {self.trainer} does not have: {self.remedies[policy]}"
         )
@@ -196,71 +186,3 @@ def refuse_standard_deviation(objective: Objective, divides: object, remedy: str
     """Raises `TrimtabError` if the trainer divides advantages by a standard deviation and the objective does not."""
     if objective.advantage == "dr-grpo" and divides:
         raise TrimtabError(f"{objective.name} has advantages without the standard deviation: {remedy}")
-
-
-class LossSetting(NamedTuple):
-    """A setting of a trainer's own loss; a value other than the default is refused, or passed to the objective."""
-
-    default: Any  # the trainer's default
-    instead: str = ""  # what replaces the setting in the objective; empty if nothing does
-    keyword: str = ""  # the keyword of the objective that gets the value; empty if the setting is refused
-
-
-LossSettings = Mapping[str, LossSetting]
-
-
-def _tables() -> dict[str, dict[str, LossSetting]]:
-    """Returns table -> setting -> `LossSetting`, from loss_settings.csv, where a default is JSON or a plain word."""
-    text = (importlib.resources.files("trimtab.adapters") / "loss_settings.csv").read_text(encoding="utf-8")
-    found: dict[str, dict[str, LossSetting]] = {}
-    for row in csv.DictReader(text.splitlines()):
-        try:
-            default = json.loads(row["default"])
-        except ValueError:
-            default = row["default"]
-        found.setdefault(row["table"], {})[row["setting"]] = LossSetting(default, row["instead"], row["keyword"])
-    return found
-
-
-SETTINGS: Mapping[str, LossSettings] = _tables()
-"""Settings by table. TRL: fields of `GRPOConfig` and `AsyncGRPOConfig`. VERL_ACTOR: `actor_rollout_ref.actor`.
-VERL_CORRECTION: `algorithm.rollout_correction` if its `rollout_is` is Trimtab's. SKYRL: `trainer.algorithm`. NEMO_RL:
-keys of `loss_fn`, as attributes of `ClippedPGLossFn`. MILES: flags of Miles and slime that `policy_loss` reads.
-MILES_TIS: flags that their own weights read. AREAL: keys of `actor`. OPENRLHF: arguments of `PolicyLoss`."""
-
-_ABSENT = object()
-
-
-def chosen(settings: LossSettings, configuration: Any) -> dict[str, Any]:
-    """Returns the settings of a configuration that are not at the trainer's default, with their values.
-
-    configuration: an object with attributes or a mapping; `a.b` is the field b of its field a. A setting that it lacks
-    counts as default.
-    """
-    found = {name: _value(configuration, name) for name in settings}
-    return {name: value for name, value in found.items() if value not in (_ABSENT, settings[name].default)}
-
-
-def _value(configuration: Any, name: str) -> Any:
-    for key in name.split("."):
-        is_table = isinstance(configuration, Mapping)
-        configuration = configuration.get(key, _ABSENT) if is_table else getattr(configuration, key, _ABSENT)
-    return configuration
-
-
-def refuse(trainer: str, settings: LossSettings, names: Iterable[str], where: str = "In the objective") -> None:
-    """Raises `TrimtabError` if `names` is not empty: only the trainer's own loss would read these settings.
-
-    where: the first words of the sentence that says what replaces them.
-    """
-    if names := list(names):
-        replaced = ((name, settings[name].instead) for name in names)
-        instead = "; ".join(f"{name} is {ours}" if ours else f"{name} has no equivalent" for name, ours in replaced)
-        raise TrimtabError(
-            f"{', '.join(names)}: only {trainer}'s own loss reads this, leave it out. {where}: {instead}"
-        )
-
-
-def refuse_chosen(trainer: str, table: str, configuration: Any, where: str) -> None:
-    """Raises `TrimtabError` for settings of a table that are not at the trainer's default in a configuration."""
-    refuse(trainer, SETTINGS[table], chosen(SETTINGS[table], configuration), where)

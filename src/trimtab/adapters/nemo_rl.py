@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, peer_module, refuse_chosen
+from trimtab.adapters.hooks import build, peer_module
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import METRICS, averaged, counted_state, evaluate, record
 from trimtab.adapters.recording import OBSERVED, MonitorChoice
 from trimtab.errors import TrimtabError

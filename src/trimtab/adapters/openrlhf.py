@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_chosen
+from trimtab.adapters.hooks import build, hook, peer_module
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import evaluate, record
 from trimtab.adapters.recording import Dump, MonitorChoice
 from trimtab.errors import TrimtabError

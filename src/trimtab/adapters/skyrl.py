@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_chosen, refuse_standard_deviation
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import averaged, evaluate
 from trimtab.adapters.recording import Dump, MonitorChoice
 from trimtab.errors import TrimtabError

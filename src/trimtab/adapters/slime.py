@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimtab.adapters.hooks import build, hook, peer_module, refuse_chosen, refuse_standard_deviation
+from trimtab.adapters.hooks import build, hook, peer_module, refuse_standard_deviation
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import averaged, evaluate, turns_of, usable_tokens
 from trimtab.adapters.recording import OBSERVED, observations
 from trimtab.errors import TrimtabError

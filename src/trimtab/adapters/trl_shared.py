@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trimtab.adapters.hooks import SETTINGS, build, chosen, refuse, refuse_standard_deviation
+from trimtab.adapters.hooks import build, refuse_standard_deviation
+from trimtab.adapters.loss_settings import SETTINGS, chosen, refuse
 from trimtab.adapters.micro_batch import missing_logps, prefixed_metrics, turns_of, usable_tokens
 from trimtab.adapters.recording import Dump, open_monitor, response_rows
 from trimtab.adapters.trl_guard import Guard, ReturnAtSign

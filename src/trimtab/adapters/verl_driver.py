@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import refuse_chosen, refuse_standard_deviation
+from trimtab.adapters.hooks import refuse_standard_deviation
+from trimtab.adapters.loss_settings import refuse_chosen
 from trimtab.adapters.micro_batch import prefixed_metrics
 from trimtab.adapters.recording import STOP_ON, stop_on
 from trimtab.adapters.verl_loss import CARRY_LOGPS, KEYWORDS, LOSS_PREFIX, SET, PolicyLoss, given_keywords

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.adapters.hooks import SETTINGS, build, chosen, hook, refuse
+from trimtab.adapters.hooks import build, hook
+from trimtab.adapters.loss_settings import SETTINGS, chosen, refuse
 from trimtab.adapters.micro_batch import averaged, evaluate
 from trimtab.errors import TrimtabError
 from trimtab.objectives import Objective, PolicyLogps, keywords_of, objective

@@ -98,7 +98,8 @@ class Comparison:
         """Compares gradients where all policies are equal."""
         (batch, gradients), (_, expected_gradients) = (side.neutral["plain"] for side in self._sides)
         mask = batch["mask"]
-        gradient, flat = (gradients / expected_gradients)[mask], (self.actual.flat / self.expected.flat)[mask]
+        gradient = (gradients / expected_gradients)[mask]
+        if_logps_equal = (self.actual.gradient_if_logps_equal / self.expected.gradient_if_logps_equal)[mask]
         lengths = mask.sum(1, keepdim=True).expand_as(mask)[mask].double()
         same_value = _gap(self.actual.by_advantage / self.expected.by_advantage, 1.0) < 1e-9
         for factor in (3, 100):
@@ -106,12 +107,12 @@ class Comparison:
             if abs(actual - expected) > 1e-6 * factor and not self._has("normalized-advantage"):
                 self._add("normalized-advantage", "times", factor=factor, actual=actual + 0.0, expected=expected)
         linear = not self._has("normalized-advantage")
-        if linear and not same_value and _gap(gradient, flat) > 1e-6:
-            self._add("alignment", "shifted", times=_range(gradient / flat))
+        if linear and not same_value and _gap(gradient, if_logps_equal) > 1e-6:
+            self._add("alignment", "shifted", times=_range(gradient / if_logps_equal))
         elif linear and self._dropped(gradients, expected_gradients, batch):
             return
-        elif linear and _gap(self.actual.of_others, 1.0) > 1e-6:
-            self._add("batch-statistics", "advantage", times=_range(self.actual.of_others))
+        elif linear and _gap(self.actual.effect_of_other_advantages, 1.0) > 1e-6:
+            self._add("batch-statistics", "advantage", times=_range(self.actual.effect_of_other_advantages))
         elif same_value and _gap(gradient, -1.0) < 1e-6:
             self._add("sign", "ratio")
         elif same_value and min(_gap(gradient, times) for times in (1.0, lengths, 1 / lengths)) > 1e-6:
@@ -159,7 +160,7 @@ class Comparison:
 
     def _other_responses(self) -> bool:
         """Returns whether a response changes the gradient of other responses; adds why."""
-        near, (*moved, padded) = self.actual.split
+        near, (*moved, padded) = self.actual.micro_batch_ratios
         if self._has("batch-statistics"):
             return True
         if any(float(part.max() - part.min()) > 1e-6 for part in near):
@@ -218,12 +219,13 @@ class Comparison:
         read = slice(len(TO_REFERENCE) if expected.kl_form[0] == "none" else None)  # no KL, no weights of it
         if _gap(actual.kl_curve[read], expected.kl_curve[read]) > 1e-7:
             self._add("kl", "term", actual=_kl_words(actual), expected=_kl_words(expected))
-        gap = (actual.pull - expected.pull).abs()
+        change, expected_change = (side.gradient_change_at_zero_advantage for side in self._sides)
+        gap = (change - expected_change).abs()
         if not float(gap.max()) <= 1e-7 and not self.found:
             worst = int(gap.argmax())
             moved = {"who": "policy" if worst < 4 else "sampler", "nats": (-1, -0.5, 0.5, 1)[worst % 4]}
             kind = "policy" if float(gap[:4].max()) <= 1e-7 else "zero-advantage"
-            self._add(kind, "zero", actual=float(actual.pull[worst]), expected=float(expected.pull[worst]), **moved)
+            self._add(kind, "zero", actual=float(change[worst]), expected=float(expected_change[worst]), **moved)
 
     def _padding(self) -> None:
         """Checks that log-probs at padding do not change the loss."""
@@ -241,7 +243,7 @@ class Comparison:
             self._add("denominator", "other", actual=actual, expected=expected)
         elif actual != UNKNOWN and abs(factor / expected_factor - 1) > 1e-6 and not self._has("sign"):
             self._add("scale", "times", times=factor / expected_factor)
-        parts, expected_parts = (torch.cat(side.split[0]) for side in self._sides)
+        parts, expected_parts = (torch.cat(side.micro_batch_ratios[0]) for side in self._sides)
         if not _gap(parts, expected_parts) <= 1e-6 and not self._has("batch-statistics"):
             self._add("micro-batches", "times", times=_range(parts))
 

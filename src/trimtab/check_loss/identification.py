@@ -24,8 +24,8 @@ from trimtab.corrections.weights import Weight
 from trimtab.objectives import Aggregation, Objective
 from trimtab.objectives.aggregation import AGGREGATION_KINDS
 from trimtab.objectives.keywords import SURROGATES, value_at
-from trimtab.objectives.policies import Ratio
 from trimtab.objectives.presets import COMPOSED, PRESETS
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.ratio_bounds import GammaWeight, GeometricClip, GrowingClip, QuadraticPenalty, SoftGate
 from trimtab.objectives.regularizers import KL
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Surrogate, Unclipped
@@ -37,14 +37,14 @@ BENDING = (GammaWeight, QuadraticPenalty)
 OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan"}
 """Kinds of differences that stay whatever parts an objective has."""
 MINOR = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
-"""How much a difference of a kind counts in `Candidate.distance`. Others count 1 to 2, the first of `KINDS` most."""
+"""How much a difference counts in `NearObjective.distance`, by kind. Others count 1 to 2, the first of `KINDS` most."""
 SURROGATE_PARTS = (Clipped(), Reinforce(5.0), Unclipped(), LogProb(), SoftGate(), GammaWeight(), GeometricClip())
 WEIGHT_BOUNDS = (("truncate", None), ("mask", 0.5), ("clip", 0.5))
 """Kind and lower bound of the weights in compositions."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class NearObjective:
     """An objective, as settings of `[objective]` in a recipe, and its differences from the loss."""
 
     settings: tuple[tuple[str, Any], ...]
@@ -71,7 +71,7 @@ class Candidate:
         return sum(harm), sum(len(value) if isinstance(value, dict) else 1 for _, value in self.settings)
 
 
-def identify(readings: Readings) -> list[Candidate]:
+def identify(readings: Readings) -> list[NearObjective]:
     """Returns the nearest objectives, nearest first. No probe tells those without differences from the loss."""
     found = _candidates(readings, (preset.objective for preset in PRESETS.values()))
     if not found[0].same_parts:
@@ -79,17 +79,17 @@ def identify(readings: Readings) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.distance)
 
 
-def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[Candidate]:
+def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[NearObjective]:
     """Returns the objectives that equal a loss, or else the nearest ones, nearest first, fitted to its bounds."""
     shaped = [fitted(base, readings) if type(base.surrogate) in BENDING else base for base in bases]
     near = sorted(shaped, key=partial(_distance, readings))
     alike = [base for base in near if _distance(readings, base) < 2e-3] or near[:NEAREST]
-    found: list[Candidate] = []
+    found: list[NearObjective] = []
     for objective in sorted((fitted(base, readings) for base in alike), key=partial(_gap, readings)):
         if _gap(readings, objective) > 1e-8 and (len(found) >= NEAREST or any(c.same_parts for c in found)):
             break
         differences = tuple(Comparison(readings, reference(objective), objective.name).differences())
-        found.append(Candidate(settings_of(objective), differences))
+        found.append(NearObjective(settings_of(objective), differences))
     return sorted(found, key=lambda candidate: candidate.distance)
 
 
@@ -240,7 +240,7 @@ def _smooth(part: Surrogate, readings: Readings) -> Surrogate:
         excess = math.expm1(0.25)
         found["epsilon"] = math.exp(RARE) * excess / (1 - weight / (1 + excess))
     elif isinstance(part, Regression):
-        found["beta"] = float(readings.pull[3]) / TOKENS
+        found["beta"] = float(readings.gradient_change_at_zero_advantage[3]) / TOKENS
     return _changed(part, found)
 
 

@@ -75,7 +75,7 @@ class Readings:
         return -(up.by_advantage + down.by_advantage).sum(1) / 2
 
     @cached_property
-    def flat(self) -> Tensor:
+    def gradient_if_logps_equal(self) -> Tensor:
         """`policy_gradient` if all log-probs are equal, and nearly 0, so that a shift of tokens changes nothing."""
         batch, _ = self.neutral["plain"]
         same = {name: torch.full_like(batch[name], -1e-6) for name in (*POLICIES, "reference")}
@@ -171,7 +171,7 @@ class Readings:
         return result
 
     @cached_property
-    def split(self) -> tuple[list[Tensor], list[Tensor]]:
+    def micro_batch_ratios(self) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients of two micro-batches / gradients of the whole batch, if policies are nearly equal.
 
         Then the same if policies of some responses differ, relative to the first, and last with more padding.
@@ -194,7 +194,7 @@ class Readings:
         return [*result, (self.loss.read(wide).gradient[:, :-2] / before)[batch["mask"]]]
 
     @cached_property
-    def of_others(self) -> Tensor:
+    def effect_of_other_advantages(self) -> Tensor:
         """The gradients of responses if the advantage of another response is doubled, / gradients before."""
         batch, _ = self.neutral["plain"]
         twice = {**batch, "advantage": torch.cat([2 * batch["advantage"][:1], batch["advantage"][1:]])}
@@ -232,8 +232,8 @@ class Readings:
         return "other", math.nan
 
     @cached_property
-    def pull(self) -> Tensor:
-        """The gradients at A = 0 if a whole response has moved: the policy by four shifts, then the sampler."""
+    def gradient_change_at_zero_advantage(self) -> Tensor:
+        """The changes of gradients at A = 0 if a whole response moves: the policy by four shifts, then the sampler."""
         shifts = torch.tensor([-1.0, -0.5, 0.5, 1.0, 0, 0, 0]).double()
         batches = (probe.batch(shifts, 1.0) for probe in (probes.DRIFT_ALL, probes.MISMATCH_ALL))
         found = [self.loss.at_zero(batch)[:, MOVED] / self.scale for batch in batches]

@@ -127,8 +127,8 @@ def _print_loss(trainer: str | None, command: str, name: str, keywords: dict[str
     The code of ALP also contains the function that adds the noise, after the loss.
     """
     from trimtab.adapters.config_lines import lines_for
+    from trimtab.objectives.alp_noise import perturb
     from trimtab.objectives.lookup import from_section
-    from trimtab.objectives.policies import perturb
     from trimtab.trainer.config import REQUIRED_SECTIONS
 
     if trainer is not None and command:

@@ -8,7 +8,7 @@ divergences   per-token divergences: k1, k2, k3 and others
 statistics    sums and histograms that `+` merges over parts of a batch
 correction    weights, masks and statistics of a batch in one pass
 code_lines    prints a loss as a plain PyTorch function, to which every part adds its lines
-arguments     the log-probs that callers pass, and checks
+policy_logps  the log-probs that callers pass; fields: checked fields of parts
 """
 
 from trimtab.corrections.correction import compute_correction as compute_correction

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import PolicyLogps
 from trimtab.corrections.masks import Mask, RuleInputs
+from trimtab.corrections.policy_logps import PolicyLogps
 from trimtab.corrections.ratios import PER_TOKEN_LEVELS, Ratios, log_ratio, units_of
 from trimtab.corrections.reduce import Sequences, nan_below_minimum, select
 from trimtab.corrections.statistics import Histogram, Mean, Mergeable, RatioStatistics, total

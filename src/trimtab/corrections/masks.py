@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import CheckedFields, check_bounds, one_of, within
 from trimtab.corrections.code_lines import Lines
+from trimtab.corrections.fields import CheckedFields, check_bounds, one_of, within
 from trimtab.corrections.ratios import (
     LEVELS,
     OVER,

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import CheckedFields, check_bounds, one_of
 from trimtab.corrections.code_lines import Lines
+from trimtab.corrections.fields import CheckedFields, check_bounds, one_of
 from trimtab.corrections.ratios import LEVELS, OVER, PER_TOKEN_LEVELS, TURN_LEVELS, Number, definition, symbol
 from trimtab.corrections.statistics import Histogram, Mergeable
 from trimtab.errors import TrimtabError

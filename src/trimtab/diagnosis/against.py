@@ -1,7 +1,7 @@
 """Compares two diagnoses (`trimtab diagnose A --against B`): whether k3 differs by more than chance.
 
-`Comparison` holds the numbers; the functions below `_change` turn them into the sentences and tables of the terminal,
-Markdown and the page.
+`DiagnosisComparison` holds the numbers; the functions below `_change` turn them into the sentences and tables of the
+terminal, Markdown and the page.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from trimtab.text import format_percent, short
 TAIL = 0.01  # share of the tokens that form the tail: those with the largest |log-ratio|
 _FEWEST_CLUSTERS = 5  # no intervals if a side has fewer clusters
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
-
 _AGREE = ("exact", "rounding")  # verdicts that mean: no mismatch beyond rounding
 HEADS = ("", "A", "B", "A against B")
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class DiagnosisComparison:
     """A comparison of two diagnoses: the first (A) against the second (B).
 
     Intervals are at 95%, over responses. Their ends are NaN with too few responses; a value is NaN if a side is 0.
@@ -65,7 +64,7 @@ def beyond_chance(change: Interval, equal: float) -> bool | None:
     return not change.low <= equal <= change.high
 
 
-def compare_samples(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "")) -> Comparison:
+def compare_samples(first: Diagnosis, second: Diagnosis, names: tuple[str, str] = ("", "")) -> DiagnosisComparison:
     """Compares two diagnoses by their samples of tokens."""
     sides = [TrainedTokens.of(diagnosis.measured.sample, 0) for diagnosis in (first, second)]
     clusters, paired, pairs = _clusters(*sides)
@@ -77,7 +76,7 @@ def compare_samples(first: Diagnosis, second: Diagnosis, names: tuple[str, str] 
     logs = cluster_intervals(sums, lambda drawn: {name: _statistics(drawn)[name] for name in known}, seed=0)
     changes = {name: _change(logs.get(name), few, exponential=name != "tail") for name in whole}
     one, two = (float(tail / k3) if k3 > 0 else math.nan for _, _, k3, tail in sums.sum(axis=0).reshape(2, 4))
-    return Comparison(first, second, **changes, tails=(one, two), paired=paired, pairs=pairs, names=names)
+    return DiagnosisComparison(first, second, **changes, tails=(one, two), paired=paired, pairs=pairs, names=names)
 
 
 def _clusters(first: TrainedTokens, second: TrainedTokens) -> tuple[tuple[np.ndarray, np.ndarray], str, int]:
@@ -130,7 +129,7 @@ def _change(change: Interval | None, few: bool, *, exponential: bool) -> Interva
     return Interval(value, math.nan, math.nan) if few else Interval(value, low, high)
 
 
-def verdict_lines(comparison: Comparison) -> list[str]:
+def verdict_lines(comparison: DiagnosisComparison) -> list[str]:
     """Returns whether A differs from B, by how much, the first cause of each, and what to repair first."""
     if agree := [name for name, _, side in comparison.sides if side.measured.size.verdict in _AGREE]:
         k3 = ", ".join(f"{side.answer.figures['k3'].value} in {name}" for name, _, side in comparison.sides)
@@ -143,7 +142,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
-def terminal_rows(comparison: Comparison) -> list[tuple[str, str]]:
+def terminal_rows(comparison: DiagnosisComparison) -> list[tuple[str, str]]:
     """Returns the label and the text of each terminal line."""
     lines = [("" if index else "verdict", text) for index, text in enumerate(verdict_lines(comparison))]
     lines += [(letter, f"{name and f'{name}: '}{side.answer.read}") for letter, name, side in comparison.sides]
@@ -152,7 +151,7 @@ def terminal_rows(comparison: Comparison) -> list[tuple[str, str]]:
     return [*lines, ("paired", paired_text(comparison))]
 
 
-def figure_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+def figure_rows(comparison: DiagnosisComparison) -> list[tuple[str, ...]]:
     """Returns the table rows below `HEADS`: the name of a figure, its value in A and in B, and the change."""
     sides = [side.answer for _, _, side in comparison.sides]
     return [
@@ -173,7 +172,7 @@ def figure_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     ]
 
 
-def paired_text(comparison: Comparison) -> str:
+def paired_text(comparison: DiagnosisComparison) -> str:
     if not comparison.paired:
         return "neither prompts nor responses are known to occur in both: the intervals compare independent samples"
     what = f"the same {comparison.pairs:,} {comparison.paired}s"

@@ -41,13 +41,8 @@ CLOSE = 1e-3  # a mean ratio this close to 1 is accepted, however narrow its int
 MOST_KNOWN = 3  # largest number of known faults shown under a cause
 MOST_SPOTS = 3  # largest number of hotspots that the answer names
 SHOWN = 3  # number of families of candidates that the answer names
-PROOF = {
-    "healthy": "",
-    "proven": "Proven: {text}",
-    "fits": "Fits, but unproven: {text}",
-    "differential": "Not known: {text}",
-}
-"""What the first line says of each kind of answer."""
+PROOF = {"healthy": "", "proven": "Proven: ", "fits": "Fits, but unproven: ", "differential": "Not known: "}
+"""How the first line begins for each kind of answer."""
 OF_BATCH = ("end token", "repeated", "advantages")
 """Findings about the responses of a batch, which the verdict repeats: the log-probs may be right nevertheless."""
 RESCORE = "trimtab rescore FILE --model PATH"
@@ -180,35 +175,23 @@ class Diagnosis:
         findings = (*found, *origin.findings)
         faults = {finding.name: finding.next_step for finding in findings if finding.status == "fail"}
         severity = _severity(measured, causes, faults)
-        kind = _kind(causes, severity)
+        kind = _kind(causes, self.candidates, severity)
         doubt = None if faults or severity == "good" else _doubtful(causes, measured.size.verdict)
         overrides = overrides_text(recommended.overrides)
         method = f"{recommended.preset} with {overrides}" if overrides else recommended.preset or "no correction yet"
         shown = () if kind == "healthy" else tuple(map(Family.of, group_by_test(self.candidates)[:SHOWN]))
-        first = _first_step(self, shown, faults, kind, doubt, f"use the correction {method}")
-        # Without a cause, the verdict is the first fault of the files.
-        nothing = (
-            cause_text(None) if kind == "healthy" else "k3 is outside its healthy range, in too few tokens to tell why"
-        )
-        if kind == "healthy" and recommended.preset != "grpo" and origin.trained < FEWEST_TOKENS:
-            nothing = f"{format_count(origin.trained, 'trained token')}: too few to tell whether both sides agree"
+        repair = next(iter(faults.values()), None)
+        first = _first_step(self, shown, repair, kind, doubt, f"use the correction {method}")
+        nothing = _text_without_cause(kind, recommended.preset, origin.trained)
         wrong = next((finding.detail for finding in findings if finding.status == "fail"), nothing)
         texts = [cause_text(cause) for cause in causes] or [wrong]
-        named = [(label, f"{text}.") for label, text in zip(("", "Also"), texts, strict=False)]
-        if shown and (likeliest := shown[0].likely[0]).found:
-            kind, named = "proven", [("", f"{likeliest.plain} ({likeliest.name}), as its test found.")]
-        named[0] = ("", PROOF[kind].format(text=f"{named[0][1][0].lower()}{named[0][1][1:]}") or named[0][1])
-        named += [(f"Candidate {place}", one.text) for place, one in enumerate(shown, start=1)]
-        named += [
-            ("Also", f"{one.detail[0].upper()}{one.detail[1:]}.") for one in origin.findings if one.name in OF_BATCH
-        ]
         chosen = recommended.preset, recommended.overrides
         figures = {key: Figure.of(measured.size, key) for key in measured.size.mismatch}
         return Answer(
             severity=severity,
             kind=kind,
             cause=texts[0],
-            verdict=(*named, ("First", first)),
+            verdict=_verdict(kind, texts, shown, origin.findings, first),
             read=read_text(origin),
             size=_size_text(measured),
             masked=_masked_text(origin),
@@ -226,12 +209,37 @@ class Diagnosis:
         )
 
 
-def _kind(causes: Sequence[Cause], severity: str) -> Kind:
+def _kind(causes: Sequence[Cause], candidates: Sequence[Candidate], severity: str) -> Kind:
     if severity == "good":
         return "healthy"
-    if causes and causes[0].is_proven:
+    if (causes and causes[0].is_proven) or (candidates and candidates[0].found):
         return "proven"
     return "fits" if causes and causes[0].name != "unexplained" else "differential"
+
+
+def _text_without_cause(kind: Kind, preset: str, trained: int) -> str:
+    if kind != "healthy":
+        return "k3 is outside its healthy range, in too few tokens to tell why"
+    if preset != "grpo" and trained < FEWEST_TOKENS:
+        return f"{format_count(trained, 'trained token')}: too few to tell whether both sides agree"
+    return cause_text(None)
+
+
+def _verdict(
+    kind: Kind, texts: Sequence[str], families: Sequence[Family], findings: Sequence[Finding], first: str
+) -> tuple[tuple[str, str], ...]:
+    """Returns `Answer.verdict`. texts: of the causes, or what is said without one; findings: of the files."""
+    if families and (likeliest := families[0].likely[0]).found:
+        texts = [f"{likeliest.plain} ({likeliest.name}), as its test found"]
+    opening = f"{PROOF[kind]}{texts[0][0].lower()}{texts[0][1:]}." if PROOF[kind] else f"{texts[0]}."
+    odd = [one.detail for one in findings if one.name in OF_BATCH]
+    return (
+        ("", opening),
+        *(("Also", f"{text}.") for text in texts[1:2]),
+        *((f"Candidate {place}", family.text) for place, family in enumerate(families, start=1)),
+        *(("Also", f"{detail[0].upper()}{detail[1:]}.") for detail in odd),
+        ("First", first),
+    )
 
 
 def cause_text(cause: Cause | None) -> str:
@@ -261,14 +269,9 @@ def _doubtful(causes: Sequence[Cause], verdict: str) -> CauseKind | None:
 
 
 def _first_step(
-    diagnosis: Diagnosis,
-    shown: Sequence[Family],
-    faults: Mapping[str, str],
-    kind: Kind,
-    doubt: CauseKind | None,
-    method: str,
+    diagnosis: Diagnosis, shown: Sequence[Family], repair: str | None, kind: Kind, doubt: CauseKind | None, method: str
 ) -> str:
-    """Returns what to do first.
+    """Returns what to do first. repair: of the first fault.
 
     Log-probs show that there is a difference and its size, not whether it is intended. So a cause needs no repair only
     if the files or the recipe state it, and if k3 is in a range published for working setups.
@@ -282,8 +285,8 @@ def _first_step(
         first = shown[0].test
         otherwise = "" if diagnosis.measured.rescored else f" Otherwise `{RESCORE}` says which side is off."
         return f"{first[0].upper()}{first[1:]}.{otherwise}"
-    if faults:
-        return next(iter(faults.values()))
+    if repair is not None:
+        return repair
     if kind == "healthy":
         # `grpo` is recommended only if trainer and sampler agree up to rounding.
         use = "no correction is needed" if diagnosis.recommendation.preset == "grpo" else method

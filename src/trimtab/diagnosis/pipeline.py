@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.diagnosis.advice.rules import advise
-from trimtab.diagnosis.against import Comparison, compare_samples
+from trimtab.diagnosis.against import DiagnosisComparison, compare_samples
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.causes import find_candidates, find_causes
 from trimtab.diagnosis.measure import measure
@@ -81,7 +81,7 @@ def diagnose(
 
 def compare(
     first: Sequence[str | Path], second: Sequence[str | Path], *, redaction: Redaction | None = None, **options: Any
-) -> tuple[Diagnosis, Comparison]:
+) -> tuple[Diagnosis, DiagnosisComparison]:
     """Returns the diagnosis of `first`, and its comparison with `second`. Other arguments as for `diagnose`."""
     prompts: dict[Hashable, int] = {}
     one, two = (diagnose(paths, redaction=redaction, prompts=prompts, **options) for paths in (first, second))

@@ -202,14 +202,14 @@ def contradictions(rows: Sequence[Row], curves: Sequence[Curve]) -> Iterator[Con
         for figure, other in pairs:
             broken = [row for row in rows if _is_broken(row, figure, other, rule)]
             if broken:
-                value, of = broken[0][figure], broken[0][other]
-                step = int(broken[0]["step"])
-                yield Contradiction(figure, value, other, of, rule.least(of), rule.text, step, len(broken))
+                value, other_value, step = broken[0][figure], broken[0][other], int(broken[0]["step"])
+                least = rule.least(other_value)
+                yield Contradiction(figure, value, other, other_value, least, rule.text, step, len(broken))
 
 
 def _is_broken(row: Row, figure: str, other: str, rule: Inequality) -> bool:
-    value, of = (row.get(name, math.nan) for name in (figure, other))
-    if not (math.isfinite(value) and math.isfinite(of)) or (rule.other == "ratio_mean" and of <= 0):
+    value, other_value = (row.get(name, math.nan) for name in (figure, other))
+    if not (math.isfinite(value) and math.isfinite(other_value)) or (rule.other == "ratio_mean" and other_value <= 0):
         return False
     base = 1.0 if rule.figure == "mult_prob_error" else 0.0  # the value of `figure` for equal log-probs
-    return rule.least(of) - base > FACTOR * max(value - base, 0.0) + ROUNDING
+    return rule.least(other_value) - base > FACTOR * max(value - base, 0.0) + ROUNDING

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import check_batch, check_tensor
+from trimtab.corrections.policy_logps import check_batch, check_tensor
 from trimtab.errors import Finding, GuardStop, Status, TrimtabError, TrimtabWarning, did_you_mean
 from trimtab.files import readable_errors
 from trimtab.monitor.alarms import DIAGNOSE, WINDOW, Alarm, History, Step, alarms

@@ -4,7 +4,7 @@ objective     the loss of a batch, from its parts, and its equation
 presets       the named objectives; lookup builds them by name, keywords changes them, calibrate fits their bounds
 surrogates    the per-token terms, with ratio_bounds
 regularizers  the KL term and score centering; aggregation: the denominators
-policies      the policy ratio, and the noise of ALP; state: sums over an update
+ratio         the policy ratio; alp_noise: the noise of ALP; state: sums over an update
 advantages    advantages from rewards
 correct       weights, masks and mismatch as functions, for any loss
 
@@ -24,8 +24,8 @@ from trimtab.corrections import PrefixBudget as PrefixBudget
 from trimtab.corrections import RuleInputs as RuleInputs
 from trimtab.corrections import Veto as Veto
 from trimtab.corrections import Weight as Weight
-from trimtab.corrections.arguments import PolicyLogps as PolicyLogps
 from trimtab.corrections.code_lines import Lines as Lines
+from trimtab.corrections.policy_logps import PolicyLogps as PolicyLogps
 from trimtab.objectives.advantages import advantages as advantages
 from trimtab.objectives.aggregation import Aggregation as Aggregation
 from trimtab.objectives.correct import Correction as Correction
@@ -36,7 +36,7 @@ from trimtab.objectives.lookup import objective as objective
 from trimtab.objectives.lookup import objectives as objectives
 from trimtab.objectives.objective import Objective as Objective
 from trimtab.objectives.objective import Output as Output
-from trimtab.objectives.policies import Ratio as Ratio
+from trimtab.objectives.ratio import Ratio as Ratio
 from trimtab.objectives.ratio_bounds import AgedClip as AgedClip
 from trimtab.objectives.ratio_bounds import Banded as Banded
 from trimtab.objectives.ratio_bounds import GammaWeight as GammaWeight

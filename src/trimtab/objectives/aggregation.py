@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.corrections.arguments import CheckedFields, one_of
 from trimtab.corrections.code_lines import Lines
+from trimtab.corrections.fields import CheckedFields, one_of
 from trimtab.corrections.reduce import Sequences
 from trimtab.errors import TrimtabError
 from trimtab.objectives.state import State

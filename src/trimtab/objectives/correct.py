@@ -8,9 +8,9 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import PolicyLogps, check_advantage, check_batch
 from trimtab.corrections.correction import compute_correction
 from trimtab.corrections.masks import Mask
+from trimtab.corrections.policy_logps import PolicyLogps, check_advantage, check_batch
 from trimtab.corrections.reduce import widen
 from trimtab.corrections.weights import Weight
 from trimtab.objectives.state import Metrics

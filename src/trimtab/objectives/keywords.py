@@ -15,18 +15,9 @@ from trimtab.corrections.divergences import DIVERGENCES
 from trimtab.corrections.masks import OPSM, Band, Divergence, Mask, PrefixBudget, Veto
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.objectives import ratio_bounds
 from trimtab.objectives.objective import Objective
-from trimtab.objectives.policies import Ratio
-from trimtab.objectives.ratio_bounds import (
-    AgedClip,
-    Banded,
-    GammaWeight,
-    GeometricClip,
-    GrowingClip,
-    QuadraticPenalty,
-    SecondMoment,
-    SoftGate,
-)
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Surrogate, Unclipped
 
 
@@ -102,14 +93,14 @@ SURROGATES: dict[str, type[Surrogate]] = {
     "log-prob": LogProb,
     "regression": Regression,
     "shaped": Shaped,
-    "second-moment": SecondMoment,
-    "growing-clip": GrowingClip,
-    "banded": Banded,
-    "aged-clip": AgedClip,
-    "soft-gate": SoftGate,
-    "gamma-weight": GammaWeight,
-    "geometric-clip": GeometricClip,
-    "quadratic-penalty": QuadraticPenalty,
+    "second-moment": ratio_bounds.SecondMoment,
+    "growing-clip": ratio_bounds.GrowingClip,
+    "banded": ratio_bounds.Banded,
+    "aged-clip": ratio_bounds.AgedClip,
+    "soft-gate": ratio_bounds.SoftGate,
+    "gamma-weight": ratio_bounds.GammaWeight,
+    "geometric-clip": ratio_bounds.GeometricClip,
+    "quadratic-penalty": ratio_bounds.QuadraticPenalty,
 }
 
 MASKS: dict[str, type[Mask]] = {

@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import CheckedFields, PolicyLogps, check_advantage, one_of, within
 from trimtab.corrections.code_lines import Lines, write
 from trimtab.corrections.correction import BatchCorrection, compute_correction
 from trimtab.corrections.divergences import k3
+from trimtab.corrections.fields import CheckedFields, one_of, within
 from trimtab.corrections.masks import READABLE, Mask
+from trimtab.corrections.policy_logps import PolicyLogps, check_advantage
 from trimtab.corrections.ratios import (
     PER_TOKEN_LEVELS,
     TURN_LEVELS,
@@ -33,7 +34,7 @@ from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.objectives.advantages import ADVANTAGE_KINDS
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.regularizers import KL, Centering
 from trimtab.objectives.state import Metrics, State
 from trimtab.objectives.surrogates import Surrogate, Terms

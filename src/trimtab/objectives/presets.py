@@ -10,20 +10,11 @@ import math
 from trimtab.corrections.masks import OPSM, Band, Divergence, PrefixBudget
 from trimtab.corrections.weights import Weight
 from trimtab.errors import TrimtabError, did_you_mean
+from trimtab.objectives import ratio_bounds
 from trimtab.objectives.aggregation import Aggregation
 from trimtab.objectives.keywords import Preset
 from trimtab.objectives.objective import Objective
-from trimtab.objectives.policies import Ratio
-from trimtab.objectives.ratio_bounds import (
-    AgedClip,
-    Banded,
-    GammaWeight,
-    GeometricClip,
-    GrowingClip,
-    QuadraticPenalty,
-    SecondMoment,
-    SoftGate,
-)
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.surrogates import Clipped, LogProb, Regression, Reinforce, Shaped, Unclipped
 
 SAMPLER = Ratio("token", "behavior")
@@ -190,7 +181,7 @@ _PRESETS = (
         source="OAPL, arXiv 2602.19362 eq. 3.",
     ),
     Preset(
-        Objective("m2po", SAMPLER, SecondMoment(0.04, "cap")),
+        Objective("m2po", SAMPLER, ratio_bounds.SecondMoment(0.04, "cap")),
         does="Bounds the second moment of the log-ratio to the sampler.",
         when="Use it for very stale rollouts, where the product over a response has drifted too far.",
         source='M2PO, arXiv 2510.01161: form="cap" is its official code, form="mask" the rule of the paper.',
@@ -264,43 +255,43 @@ _PRESETS = (
     ),
     # Other shapes: prefix levels, bounds by age, smooth weights, centered scores.
     Preset(
-        Objective("ctpo", Ratio("prefix"), GrowingClip(0.025, 0.05, 0.05, 0.5), aggregation=BY_SEQUENCE),
+        Objective("ctpo", Ratio("prefix"), ratio_bounds.GrowingClip(0.025, 0.05, 0.05, 0.5), aggregation=BY_SEQUENCE),
         does="Clips the product of ratios up to each token, with bounds that grow with its position.",
         when="Use it for many updates a batch on long responses: later tokens add no variance to earlier ones.",
         source="Causal trajectory policy optimization, arXiv 2605.07331; bounds are on log r, times n^power.",
     ),
     Preset(
-        Objective("pnpo", Ratio("prefix_geometric"), Banded(), aggregation=BY_SEQUENCE),
+        Objective("pnpo", Ratio("prefix_geometric"), ratio_bounds.Banded(), aggregation=BY_SEQUENCE),
         does="Weighs each token by the geometric mean of ratios up to it; 0 outside a band.",
         when="Use it as `gspo`, where a token must not be judged by those after it.",
         source="Prefix normalization, arXiv 2608.01418; the paper's bounds are not known, these are GRPO's.",
     ),
     Preset(
-        Objective("a3po", SAMPLER, AgedClip()),
+        Objective("a3po", SAMPLER, ratio_bounds.AgedClip()),
         does="Clips the ratio to the sampler, with bounds that widen with the age of each token.",
         when="Use it for asynchronous rollouts instead of a decoupled loss: it needs no proximal forward.",
         source="A-3PO, arXiv 2512.06547; AReaL's `loglinear`. At age 8 the bounds are 0.17 and 4.3.",
     ),
     Preset(
-        Objective("sapo", Ratio(), SoftGate(1.0, 1.05), aggregation=BY_SEQUENCE),
+        Objective("sapo", Ratio(), ratio_bounds.SoftGate(1.0, 1.05), aggregation=BY_SEQUENCE),
         does="Damps the token ratio by a sigmoid instead of clipping it.",
         when="Use it where clipping wastes tokens, as with MoE models; it ignores the mismatch like `grpo`.",
         source="Soft adaptive policy optimization, arXiv 2511.20347; TRL, verl.",
     ),
     Preset(
-        Objective("vespo", Ratio("sequence", "behavior"), GammaWeight(2.0, 3.0, 3.0, 2.0)),
+        Objective("vespo", Ratio("sequence", "behavior"), ratio_bounds.GammaWeight(2.0, 3.0, 3.0, 2.0)),
         does="Weighs each response by a smooth function of its product ratio, which vanishes far from 1.",
         when="Use it for very stale rollouts of short or moderate length: the product is not normalized by length.",
         source="Variational sequence-level soft policy optimization, arXiv 2602.10693; TRL.",
     ),
     Preset(
-        Objective("gmpo", Ratio(), GeometricClip(0.4, 0.4), aggregation=BY_SEQUENCE),
+        Objective("gmpo", Ratio(), ratio_bounds.GeometricClip(0.4, 0.4), aggregation=BY_SEQUENCE),
         does="The geometric mean of the token ratios, each clipped in log space first.",
         when="Use it where single outliers dominate the arithmetic mean; it ignores the mismatch like `grpo`.",
         source="Geometric-mean policy optimization, arXiv 2507.20673; verl's `geo_mean`. The bounds are on log r.",
     ),
     Preset(
-        Objective("drpo", SAMPLER, QuadraticPenalty(0.15)),
+        Objective("drpo", SAMPLER, ratio_bounds.QuadraticPenalty(0.15)),
         does="A quadratic penalty in place of a mask: the gradient turns where |pi - mu| passes epsilon.",
         when="Use it as `dppo`, where a hard mask makes training unsteady.",
         source="Divergence-regularized policy optimization, arXiv 2606.09821; epsilon on DPPO's scale.",

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trimtab.corrections.arguments import one_of, within
 from trimtab.corrections.code_lines import Lines, clamped
+from trimtab.corrections.fields import one_of, within
 from trimtab.corrections.ratios import LOG_RATIO_BOUND, PREFIX_LEVELS, Number, at_level, bounded, ratio_excess
 from trimtab.corrections.statistics import Mean
 from trimtab.errors import TrimtabError

@@ -28,11 +28,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from trimtab.corrections import divergences
-from trimtab.corrections.arguments import CheckedFields, one_of, within
 from trimtab.corrections.code_lines import Lines, clamped
+from trimtab.corrections.fields import CheckedFields, one_of, within
 from trimtab.corrections.ratios import Number, bounded
 from trimtab.errors import TrimtabError
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.surrogates import LogProb, Reinforce, Surrogate
 
 KL_KINDS = ("k1", "k2", "k3", "unbiased")

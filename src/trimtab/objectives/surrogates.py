@@ -17,14 +17,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trimtab.corrections.arguments import CheckedFields, within
 from trimtab.corrections.code_lines import Lines
+from trimtab.corrections.fields import CheckedFields, within
 from trimtab.corrections.ratios import LEVELS, Number, bounded
 from trimtab.corrections.reduce import Sequences
 from trimtab.corrections.statistics import Mean, Mergeable
 from trimtab.errors import TrimtabError
 from trimtab.objectives.aggregation import Aggregation
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.state import State
 
 

@@ -14,8 +14,8 @@ import torch
 from tests.support import adapter_calls
 from tests.support.peer_modules import NEMO_RL_LOSS, install_nemo_rl
 
-from trimtab.adapters import areal, hooks, nemo_rl, openrlhf, skyrl, slime
-from trimtab.adapters.hooks import SETTINGS, LossSettings, chosen, refuse
+from trimtab.adapters import areal, nemo_rl, openrlhf, skyrl, slime
+from trimtab.adapters.loss_settings import SETTINGS, LossSetting, LossSettings, chosen, refuse
 from trimtab.adapters.trl_shared import check_settings
 from trimtab.errors import TrimtabError
 from trimtab.objectives import keywords_of, objective, objectives
@@ -153,7 +153,7 @@ def test_what_replaces_a_setting_exists() -> None:
 
 
 def test_a_setting_that_a_configuration_lacks_is_at_its_default() -> None:
-    table = {"a.b": hooks.LossSetting(1), "c": hooks.LossSetting(None, "clip_low")}
+    table = {"a.b": LossSetting(1), "c": LossSetting(None, "clip_low")}
     for nothing in (None, SimpleNamespace(), {}, {"a": None}, SimpleNamespace(a={"b": 1}, c=None)):
         assert chosen(table, nothing) == {}
     assert chosen(table, {"a": SimpleNamespace(b=2), "c": 3}) == {"a.b": 2, "c": 3}

@@ -12,7 +12,7 @@ import trimtab
 from trimtab.check_loss.check import check
 from trimtab.check_loss.probes import of_objective
 from trimtab.check_loss.signatures import of_function
-from trimtab.objectives.policies import Ratio
+from trimtab.objectives.ratio import Ratio
 from trimtab.objectives.surrogates import Reinforce
 
 

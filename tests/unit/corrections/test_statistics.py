@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from trimtab.corrections import Histogram, Weight, compute_correction
-from trimtab.corrections.arguments import PolicyLogps
 from trimtab.corrections.correction import BLOCK_TOKENS
+from trimtab.corrections.policy_logps import PolicyLogps
 from trimtab.corrections.statistics import QUANTILES
 from trimtab.objectives import mismatch
 

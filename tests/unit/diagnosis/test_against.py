@@ -16,7 +16,7 @@ import pytest
 from tests.support.diagnosis_example import example
 from tests.support.token_tables import table
 
-from trimtab.diagnosis.against import Comparison, compare_samples, figure_rows, terminal_rows, verdict_lines
+from trimtab.diagnosis.against import DiagnosisComparison, compare_samples, figure_rows, terminal_rows, verdict_lines
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.output.as_json import against_dict
 from trimtab.diagnosis.pipeline import compare
@@ -184,7 +184,7 @@ def with_k3(diagnosis: Diagnosis, value: float, verdict: str = "small-dense") ->
 
 def test_the_table_says_what_changed_and_json_holds_both_diagnoses() -> None:
     first, second = with_k3(of(*stream(0, 0.2)), 0.02), with_k3(of(*stream(1, 0.1)), 0.005)
-    comparison: Comparison = compare_samples(first, second, ("new", "old"))
+    comparison: DiagnosisComparison = compare_samples(first, second, ("new", "old"))
     shown = {name: row for name, *row in figure_rows(comparison)}
     assert shown["k3"][2].endswith("more than chance")
     assert shown["mean ratio"][2].endswith("within chance")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from trimtab.objectives.policies import perturb
+from trimtab.objectives.alp_noise import perturb
 
 
 def test_every_layer_gets_its_own_normal_noise_of_its_own_size() -> None:

@@ -40,8 +40,8 @@ def advise(measured: Measured, causes: Sequence[Cause]) -> tuple[tuple[PresetOut
     table = rate_presets(data)
     size, origin = measured.size, measured.origin
     failed = [finding.name for finding in origin.findings if finding.status == "fail"]
-    inputs = RuleInputs(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses, failed)
-    _, preset, overrides, why = choose(inputs, load_map())
+    facts = CaseFacts(causes, size.verdict, size.mismatch["k3"], table, origin.trained, origin.responses, failed)
+    _, preset, overrides, why = choose(facts, load_map())
     if preset and table and (preset, overrides) not in [(row.preset, row.overrides) for row in table]:
         table = (*table, rate_preset(data, preset, overrides))
     return table, Recommendation(preset, dict(overrides), why, lines(preset, overrides) if preset else {})
@@ -134,14 +134,13 @@ def find_regime(regimes: Sequence[MapRegime], cause: str, k3: float, tokens: flo
 
 
 FEWEST_TOKENS = 100  # fewest trained tokens for which the kind of mismatch is inferred
-
 ACCEPTED = 0.7
 """Share of tokens that a rule per response must keep: trust-region masking monitors 70% (arXiv 2512.23075)."""
 
 
 @dataclass(frozen=True)
-class RuleInputs:
-    """The inputs of a rule."""
+class CaseFacts:
+    """What rules know of a case."""
 
     causes: Sequence[Cause]
     verdict: str
@@ -183,16 +182,16 @@ class Rule:
     fixed: Mapping[str, float] = field(default_factory=dict)
 
 
-CONDITIONS: Mapping[str, Callable[[RuleInputs], bool]] = {
-    "fault": lambda inputs: bool(inputs.faults),
-    "floor": lambda inputs: inputs.verdict in ("exact", "rounding"),
-    "tiny": lambda inputs: inputs.tokens < FEWEST_TOKENS and not inputs.names,
-    "stale, short": lambda inputs: "stale" in inputs.names and inputs.kept("seq-bypass") >= ACCEPTED,
-    "stale, long": lambda inputs: "stale" in inputs.names,
-    "quantized": lambda inputs: "quantized" in inputs.names,
-    "moe": lambda inputs: "routing" in inputs.names or (inputs.verdict == "moe" and "precision" not in inputs.names),
-    "precision": lambda inputs: "precision" in inputs.names or inputs.verdict in ("dense", "small-dense"),
-    "beyond": lambda inputs: True,  # noqa: ARG005
+CONDITIONS: Mapping[str, Callable[[CaseFacts], bool]] = {
+    "fault": lambda facts: bool(facts.faults),
+    "floor": lambda facts: facts.verdict in ("exact", "rounding"),
+    "tiny": lambda facts: facts.tokens < FEWEST_TOKENS and not facts.names,
+    "stale, short": lambda facts: "stale" in facts.names and facts.kept("seq-bypass") >= ACCEPTED,
+    "stale, long": lambda facts: "stale" in facts.names,
+    "quantized": lambda facts: "quantized" in facts.names,
+    "moe": lambda facts: "routing" in facts.names or (facts.verdict == "moe" and "precision" not in facts.names),
+    "precision": lambda facts: "precision" in facts.names or facts.verdict in ("dense", "small-dense"),
+    "beyond": lambda facts: True,  # noqa: ARG005
 }
 """The condition of each rule by name."""
 RULES = tuple(Rule(**row) for row in read_table("rules.toml")["rule"])
@@ -225,29 +224,29 @@ def list_choices() -> Iterator[Choice]:
         yield Choice(rule.name, rule.when, rule.preset, bounds, *measured)
 
 
-def choose(inputs: RuleInputs, regimes: Sequence[MapRegime] = ()) -> tuple[Rule, str, Mapping[str, float], str]:
+def choose(facts: CaseFacts, regimes: Sequence[MapRegime] = ()) -> tuple[Rule, str, Mapping[str, float], str]:
     """Returns the first rule that holds, the recommended preset, its overrides, and the reason with the data's numbers.
 
     The preset is the rule's, unless one of the map's `regimes` covers the case and other presets are better there.
     """
-    rule = next(rule for rule in RULES if CONDITIONS[rule.name](inputs))
+    rule = next(rule for rule in RULES if CONDITIONS[rule.name](facts))
     fields = {
-        "faults": " and ".join(inputs.faults),
-        "k3": short(inputs.k3),
-        "seq_bypass": f"{inputs.kept('seq-bypass'):.0%}",
-        "geo_mask": f"{inputs.kept('geo-mask'):.0%}",
-        "tokens": inputs.tokens,
+        "faults": " and ".join(facts.faults),
+        "k3": short(facts.k3),
+        "seq_bypass": f"{facts.kept('seq-bypass'):.0%}",
+        "geo_mask": f"{facts.kept('geo-mask'):.0%}",
+        "tokens": facts.tokens,
     }
     what, why = rule.what.format(**fields), rule.why.format(**fields)
     regime, note = None, ""
     if rule.measured is not None and regimes:
-        regime, note = find_regime(regimes, rule.measured, inputs.k3, inputs.tokens / max(inputs.responses, 1))
+        regime, note = find_regime(regimes, rule.measured, facts.k3, facts.tokens / max(facts.responses, 1))
     if not rule.measured:  # log-probs do not show reuse of data: advice for those who reuse it
         note = "" if regime is None or rule.preset not in regime.methods else regime.sentence(rule.preset)
     elif regime is not None:
         preset = regime.preferred(rule.preset)
         return rule, preset, regime.methods[preset].settings, f"{what} {regime.sentence(preset)}"
-    overrides = inputs.bounds(rule.preset) if rule.own_bounds else {}
+    overrides = facts.bounds(rule.preset) if rule.own_bounds else {}
     if rule.own_bounds and not overrides and bounds_of(rule.preset):
         why += " There are too few responses here to take bounds from, so these are the published ones."
     return rule, rule.preset, {**overrides, **rule.fixed}, " ".join(filter(None, (what, why, note)))

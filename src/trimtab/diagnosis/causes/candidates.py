@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.diagnosis.causes import noise_kinds
 from trimtab.diagnosis.causes.detector import (
     LogprobPairs,
     Residual,
@@ -29,20 +30,6 @@ from trimtab.diagnosis.causes.detector import (
     slope_of,
     usual_rms,
 )
-from trimtab.diagnosis.causes.noise_kinds import (
-    MAX_FAR_SIDE,
-    MAX_ROUTING_SHARE,
-    MIN_FAR_SIDES,
-    MIN_FAR_TOKENS,
-    MIN_GROUP_TOKENS,
-    MIN_TOKENS,
-    QUANTIZED,
-    carriers,
-    drift_between_steps,
-    id_part,
-    part_by_probability,
-    parts_of,
-)
 from trimtab.diagnosis.causes.old_weights import advantage_correlation
 from trimtab.diagnosis.measure.trained_tokens import explained
 from trimtab.diagnosis.records import PROVEN, Candidate, CandidateKind, Cause, Measured, read_table
@@ -53,7 +40,7 @@ SIGN_Z = 6.0  # standard errors beyond which a trend is one
 MIN_TREND = 1.25  # least ratio of sizes between the ends of a trend
 MIN_BEFORE = 0.15  # least share of the tokens before the depth at which a difference begins
 MIN_ONSET = 8.0  # least growth along the context of what begins within responses [caches and positions: up to 5]
-MIN_PART = 0.08  # least part of the variance that a group decides
+MIN_VARIANCE_PART = 0.08  # least part of the variance that a group decides
 MIN_DIRECTION = 0.06  # least part of the variance of shifts that the probability decides
 MAX_LOOSE = 0.3  # part of the variance on a line below which there is none [other contexts: .15, temperatures: .7]
 END_LIFT = 5.0  # least ratio of the share of k3 of first or last tokens to their share of the tokens
@@ -151,18 +138,18 @@ def _of_pairs(tokens: LogprobPairs) -> Iterator[Sign]:
 def _of_size(undecided: LogprobPairs) -> Iterator[Sign]:
     rms = usual_rms(undecided.shift)
     name, given = "size-large", "more than weights of 4 bits give"
-    if rms < QUANTIZED["eight bits"][0]:
+    if rms < noise_kinds.QUANTIZED["eight bits"][0]:
         name, given = "size-small", "no more than 16-bit arithmetic gives"
-    elif rms <= QUANTIZED["four bits"][1]:
+    elif rms <= noise_kinds.QUANTIZED["four bits"][1]:
         name, given = "size-coarse", "within what weights of 8 or 4 bits give"
     yield name, f"logits differ by {rms:.2g} (root mean square), {given}"
 
 
 def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
     """Yields whether the probability decides where logits move, and whether on a line, in responses that carry it."""
-    carried = np.isin(undecided.row, carriers(undecided)[0])
+    carried = np.isin(undecided.row, noise_kinds.carriers(undecided)[0])
     undecided = undecided.select(carried) if carried.sum() >= MIN_UNRELATED else undecided
-    part = part_by_probability(undecided)
+    part = noise_kinds.part_by_probability(undecided)
     if part < MIN_DIRECTION:
         yield "no-direction", "the probability of a token does not decide where its logit moves"
         return
@@ -178,29 +165,29 @@ def _of_direction(undecided: LogprobPairs) -> Iterator[Sign]:
 def _of_tail(undecided: LogprobPairs) -> Iterator[Sign]:
     shift = undecided.shift
     # Tokens sampled from a very different distribution are less likely in the trainer, so `down` is then no sign.
-    is_large = usual_rms(shift) > QUANTIZED["four bits"][1]
+    is_large = usual_rms(shift) > noise_kinds.QUANTIZED["four bits"][1]
     up = float((shift > 0).mean())
     side = up if is_large else max(up, 1 - up)
     if side >= ONE_WAY and (side - 0.5) * 2 * math.sqrt(len(shift)) > SIGN_Z:
         way = "up" if up > 0.5 else "down"
         yield "one-way", f"{side:.0%} of the trainer's logits move {way}"
     far = np.abs(shift) > FAR * robust_scale(shift)
-    if far.sum() < MIN_FAR_TOKENS:
+    if far.sum() < noise_kinds.MIN_FAR_TOKENS:
         return
     up = float((shift[far] > 0).mean())
     held = float(undecided.k3[far].sum() / max(undecided.k3.sum(), 1e-300))
-    if far.sum() >= MIN_FAR_SIDES and max(up, 1 - up) > MAX_FAR_SIDE:
+    if far.sum() >= noise_kinds.MIN_FAR_SIDES and max(up, 1 - up) > noise_kinds.MAX_FAR_SIDE:
         if is_large and up < 0.5:
             return
         ways = f"{int(max(up, 1 - up) * far.sum() + 0.5)} of {int(far.sum())} far tokens"
         yield "tail-one-sided", f"{ways} have a {'larger' if up > 0.5 else 'smaller'} probability in the trainer"
-    elif 0 < up < 1 and held >= 0.5 and far.mean() <= MAX_ROUTING_SHARE:
+    elif 0 < up < 1 and held >= 0.5 and far.mean() <= noise_kinds.MAX_ROUTING_SHARE:
         yield "tail-two-sided", f"{far.mean():.1%} of the tokens, raised and lowered alike, hold {held:.0%} of k3"
 
 
 def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
     scale = robust_scale(undecided.shift)
-    part = id_part(tokens, scale)
+    part = noise_kinds.id_part(tokens, scale)
     if part:
         yield "by-id", f"the token id decides {part:.0%} of the variance of its shift"
     elif part == 0:
@@ -216,7 +203,7 @@ def _of_ids(tokens: LogprobPairs, undecided: LogprobPairs) -> Iterator[Sign]:
     if min(seen.sum(), (~seen).sum()) < 40:
         return
     shift = np.clip(undecided.shift, -FAR * scale, FAR * scale)
-    alike = parts_of(undecided.mean)
+    alike = noise_kinds.parts_of(undecided.mean)
     slope, z = slope_of(centered(shift, alike), centered(seen.astype(np.float64), alike), cluster=undecided.row)
     if abs(z) > SIGN_Z and abs(slope) > MIN_SEEN * scale:
         # They are higher in the trainer if the sampler has a penalty, and lower if the trainer sees another context.
@@ -230,27 +217,27 @@ def _of_responses(undecided: LogprobPairs) -> Iterator[Sign]:
     if undecided.step is not None:  # a size that grows over steps also differs between responses
         size = centered(size, undecided.step)
     rows, count = np.unique(undecided.row, return_counts=True)
-    if (count >= MIN_TOKENS).sum() < 4:
+    if (count >= noise_kinds.MIN_RESPONSE_TOKENS).sum() < 4:
         return
-    part = explained(size, undecided.row, MIN_TOKENS)
+    part = explained(size, undecided.row, noise_kinds.MIN_RESPONSE_TOKENS)
     prompt = undecided.prompt
-    of_prompt = 0.0 if prompt is None else explained(size, prompt, MIN_TOKENS)
-    if part < MIN_PART:
+    of_prompt = 0.0 if prompt is None else explained(size, prompt, noise_kinds.MIN_RESPONSE_TOKENS)
+    if part < MIN_VARIANCE_PART:
         yield "even", "all responses differ alike"
     elif prompt is not None and len(np.unique(prompt)) < 0.6 * len(rows) and of_prompt > 0.7 * part:
         yield "by-prompt", f"the prompt decides {of_prompt:.0%} of the variance of sizes"
     else:
         yield "by-response", f"the response decides {part:.0%} of the variance of sizes"
-    carry, compared = carriers(undecided)
-    if part >= MIN_PART and len(carry):
+    carry, compared = noise_kinds.carriers(undecided)
+    if part >= MIN_VARIANCE_PART and len(carry):
         yield "some-clean", f"{len(carry)} of {compared} responses carry it, the others are clean"
 
 
 def _of_depth(undecided: LogprobPairs) -> Iterator[Sign]:
-    size = centered(log_size(undecided.shift), parts_of(undecided.mean))  # independent of the probability
+    size = centered(log_size(undecided.shift), noise_kinds.parts_of(undecided.mean))  # independent of the probability
     depth = np.log(undecided.depth + 4.0)
     _, z = slope_of(centered(size, undecided.row), centered(depth, undecided.row), cluster=undecided.row)
-    part = parts_of(undecided.depth)
+    part = noise_kinds.parts_of(undecided.depth)
     sizes = np.exp(np.bincount(part, size) / np.maximum(np.bincount(part), 1))
     times = float(sizes[-1] / sizes[0])
     if abs(z) < SIGN_Z:
@@ -267,13 +254,13 @@ def _of_one_depth(undecided: LogprobPairs, part: np.ndarray) -> Iterator[Sign]:
     """Yields a sign if the difference begins at one depth of the context, in responses with tokens on both sides."""
     size = np.abs(undecided.shift)
     large = size > FAR * float(np.median(size[part == 0]))
-    if large.sum() < MIN_FAR_TOKENS:
+    if large.sum() < noise_kinds.MIN_FAR_TOKENS:
         return
     begin = float(np.quantile(undecided.depth[large], 0.05))
     before = undecided.depth < begin
     soon = ~before & (undecided.depth <= np.quantile(undecided.depth[~before], 0.25))
     soon &= np.isin(undecided.row, undecided.row[before])  # in responses with tokens on both sides
-    if before.mean() > MIN_BEFORE and soon.sum() >= MIN_FAR_TOKENS and large[soon].mean() > 0.4:
+    if before.mean() > MIN_BEFORE and soon.sum() >= noise_kinds.MIN_FAR_TOKENS and large[soon].mean() > 0.4:
         yield "one-depth", f"it begins at one depth, {begin:.0f} tokens into the context or response"
 
 
@@ -284,7 +271,7 @@ def _of_turns(undecided: LogprobPairs) -> Iterator[Sign]:
     jumps = [
         (growth_of(after, before), number)
         for number, before, after in zip(numbers[1:], turns, turns[1:], strict=False)
-        if min(len(before), len(after)) >= MIN_GROUP_TOKENS
+        if min(len(before), len(after)) >= noise_kinds.MIN_GROUP_TOKENS
     ]
     (times, z), number = max(jumps, default=((0.0, 0.0), 0))
     if times > TURN_GROWTH and z > SIGN_Z:
@@ -297,12 +284,12 @@ def _of_ends(tokens: LogprobPairs) -> Iterator[Sign]:
     k3 = tokens.k3
     for name, at in (("first", edge[:-1]), ("last", edge[1:] - 1)):
         part, held = len(at) / len(tokens), float(k3[at].sum() / max(k3.sum(), 1e-300))
-        if len(at) >= MIN_TOKENS and part < 0.2 and held > 0.3 and held > END_LIFT * part:
+        if len(at) >= noise_kinds.MIN_RESPONSES and part < 0.2 and held > 0.3 and held > END_LIFT * part:
             yield "ends", f"the {name} token of a response holds {held:.0%} of k3"
 
 
 def _of_time(tokens: LogprobPairs, *, assumes_current: bool) -> Iterator[Sign]:
-    steps = drift_between_steps(tokens)
+    steps = noise_kinds.drift_between_steps(tokens)
     if steps is not None and steps.ascends:
         yield "step-growth", steps.text
     elif steps is None and tokens.step is not None and len(np.unique(tokens.step)) >= 3:

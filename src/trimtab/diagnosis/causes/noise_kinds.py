@@ -39,7 +39,7 @@ from trimtab.text import short
 
 MAX_K3 = 0.12  # largest k3 that is called noise [4 bits in exact streams: .1]
 MAX_DIRECTION = 0.35  # largest share of the variance of shifts by probability [8 bits: .3, temperature: .5]
-MAX_UNEVEN = 0.2  # largest share of the variance of log sizes that a group decides [8 bits, trained: .08, bases: .02]
+MAX_GROUP_SHARE = 0.2  # largest share of the variance of log sizes by group [8 bits, trained: .08, bases: .02]
 MIN_GROUP_TOKENS = 40  # fewest undecided tokens of a group that is compared
 MIN_GROUPS = 2  # fewest groups with so many tokens that are compared
 MIN_PROMPT_TOKENS = 20  # fewest undecided tokens of a prompt that is compared
@@ -48,7 +48,8 @@ MIN_STEP_GROWTH = 1.8  # least growth of sizes from the step with the smallest t
 STEP_GROWTH_Z = 6.0  # standard errors of that growth, large since both steps are selected
 MIN_STEP_ORDER = 0.9  # least share of the variance of sizes that an ascending curve over the steps explains
 MAX_STEP_GROWTH = 3.0  # growth of sizes above which a mismatch is not called noise [4 bits, in training: 2.3]
-MIN_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
+MIN_RESPONSE_TOKENS = 8  # fewest undecided tokens of a response that is compared with others
+MIN_RESPONSES = 8  # fewest responses that are compared
 MIN_SPLIT = 3.0  # standard deviations within the two groups that these must be apart
 APART = 4.0  # times as large in the responses that carry a difference as in those that do not
 
@@ -71,7 +72,7 @@ def objection(tokens: LogprobPairs, residual: Residual) -> str:
     if steps is not None and np.ptp(steps.sizes) > math.log(MAX_STEP_GROWTH):
         return f"{steps.text}, and noise has one size"
     name, part = max(uneven_by(tokens).items(), key=lambda item: item[1], default=("", 0.0))
-    if part > MAX_UNEVEN:
+    if part > MAX_GROUP_SHARE:
         return f"the {name} decides {part:.0%} of the variance of its size, and noise has one size"
     return ""
 
@@ -119,10 +120,10 @@ def carriers(undecided: LogprobPairs) -> tuple[np.ndarray, int]:
     size = log_size(undecided.shift)
     size = size if undecided.step is None else centered(size, undecided.step)
     rows, index, number = np.unique(undecided.row, return_inverse=True, return_counts=True)
-    rows, sizes = (values[number >= MIN_TOKENS] for values in (rows, np.bincount(index, size) / number))
+    rows, sizes = (values[number >= MIN_RESPONSE_TOKENS] for values in (rows, np.bincount(index, size) / number))
     place = np.argsort(sizes)
     order, count = sizes[place], len(place)
-    if count < MIN_TOKENS:
+    if count < MIN_RESPONSES:
         return rows[:0], count
     first = np.arange(1, count)  # sizes of the lower group
     low = np.cumsum(order)[:-1] / first

@@ -40,7 +40,7 @@ MIN_AGE_GROWTH = 1.15  # least growth of sizes from the youngest weights to olde
 MIN_CACHE_GROWTH = 1.3  # least growth of sizes from prompts that are new to those that were asked before
 UNREWARDED_CONFIDENCE = 0.6  # confidence of undelivered where the difference does not follow the advantage
 UNREWARDED_Z = 3.0  # standard errors of the correlation with the advantage below which that is so
-MIN_CORRELATION = 0.15  # least correlation of log-ratio and advantage of responses
+MIN_ADVANTAGE_CORRELATION = 0.15  # least correlation of log-ratio and advantage of responses
 CORRELATION_Z = 5.0  # standard errors of that correlation
 STRONG_CORRELATION = 0.3  # least correlation in fine noise where versions say age 0; without versions a strong one
 STRONG_CORRELATION_Z = 3.5  # standard errors of a strong correlation in coarse noise
@@ -56,11 +56,11 @@ def find_drift(tokens: LogprobPairs, context: Context) -> list[CauseMatch]:
     if tokens.age is not None and tokens.age.any():
         return _drift_by_age(tokens, tokens.age, noise, z, text)
     is_current = tokens.age is not None and not context.assumes_current
-    is_coarse, needed = noise.coarseness > 0, STRONG_CORRELATION if is_current else MIN_CORRELATION
+    is_coarse, needed = noise.coarseness > 0, STRONG_CORRELATION if is_current else MIN_ADVANTAGE_CORRELATION
     is_strong = corr > STRONG_CORRELATION and is_coarse
     # A sampler of four bits earns less reward where it errs, which explains a correlation at age 0.
-    explained = is_coarse and is_current
-    if not explained and corr > needed and z > (STRONG_CORRELATION_Z if is_strong else CORRELATION_Z):
+    coarseness_explains = is_coarse and is_current
+    if not coarseness_explains and corr > needed and z > (STRONG_CORRELATION_Z if is_strong else CORRELATION_Z):
         text += ", although the file says that all weights are current" if is_current else ""
         return [_everywhere(tokens, text, confidence(z, CORRELATION_Z))]
     if is_current or context.direction:

@@ -7,29 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.diagnosis.causes import wrong_values
 from trimtab.diagnosis.causes.detector import CONFIDENCE_OUTSIDE, CauseMatch, Context, Detector, LogprobPairs, Residual
 from trimtab.diagnosis.causes.noise_kinds import drift_between_steps, find_noise, find_unexplained
 from trimtab.diagnosis.causes.old_weights import find_drift, find_stale_cache, find_undelivered
 from trimtab.diagnosis.causes.sampling_faults import find_sampling_faults
 from trimtab.diagnosis.causes.wrong_pairs import find_retokenized, find_shifts, find_swapped_responses
-from trimtab.diagnosis.causes.wrong_values import (
-    find_above_zero,
-    find_copied,
-    find_log_base,
-    find_nonfinite,
-    find_placeholder,
-    find_wrong_token,
-)
 from trimtab.diagnosis.records import CAUSES, FINDINGS, UNPROVEN, Cause, Measured
 
-MAX_LEFT = 0.9  # part of k3 that a repair may leave
+MAX_K3_LEFT = 0.9  # part of k3 that a repair may leave
 MAX_FIRST_K3 = 0.3  # largest k3 of the first step, relative to the last, of a growth that no constant cause explains
-
-MIN_TOKENS = 100  # fewest trained tokens for which causes other than `non-finite` and `placeholder` are inferred
+MIN_TRAINED_TOKENS = 100  # fewest for which causes other than `non-finite` and `placeholder` are inferred
 
 NOISES = ("precision", "quantized", "routing")
 STAGES: tuple[tuple[Detector, ...], ...] = (
-    (find_copied, find_log_base, find_wrong_token),
+    (wrong_values.find_copied, wrong_values.find_log_base, wrong_values.find_wrong_token),
     (find_shifts, find_swapped_responses),
     (find_retokenized,),
     (find_sampling_faults,),
@@ -46,13 +38,17 @@ def find_causes(measured: Measured, without: Collection[str] = ()) -> tuple[Caus
     Uses `measured.sample`, `measured.origin` (values that are not finite, the run's numerics) and the floor in
     `measured.size`. without: names of causes to skip. Rules: docs/reference-detection.md.
     """
-    known = [find_placeholder(measured), find_nonfinite(measured.origin), find_above_zero(measured.sample)]
+    known = [
+        wrong_values.find_placeholder(measured),
+        wrong_values.find_nonfinite(measured.origin),
+        wrong_values.find_above_zero(measured.sample),
+    ]
     causes = [cause for cause in known if cause is not None and cause.name not in without]
     tokens = LogprobPairs.of(measured.sample)
     everywhere = bool(measured.placeholders) and not measured.cleaned and "placeholder" not in without
     origin = measured.origin
     is_rounded = any(one.name == FINDINGS["whole-numbers"]["name"] for one in origin.findings)
-    if len(tokens) >= MIN_TOKENS and not everywhere and not is_rounded:
+    if len(tokens) >= MIN_TRAINED_TOKENS and not everywhere and not is_rounded:
         context = Context(measured.size.floor, origin.numerics, assumes_current=origin.assumes_current)
         causes += _search(tokens, context, without)
     # Noise is what remains when every fault is undone, so it comes last.
@@ -85,7 +81,7 @@ def _search(tokens: LogprobPairs, context: Context, without: Collection[str]) ->
             found += [(match, after) for match in matches]
             tokens, left = matches[-1].remaining, after
             context = replace(context, repaired=True, direction=matches[-1].direction or context.direction)
-            is_finished = matches[-1].is_final or len(tokens) < MIN_TOKENS // 2
+            is_finished = matches[-1].is_final or len(tokens) < MIN_TRAINED_TOKENS // 2
     is_known = is_finished or context.direction
     open_question = None if is_known else find_unexplained(tokens, left, context.floor, is_rest=bool(found))
     causes = [_to_cause(match, whole, after, left if open_question else None) for match, after in found]
@@ -107,7 +103,7 @@ def _try(
         return matches, left
     after = Residual.of(last.remaining)
     breaks = left.mean_is_one == "yes" and after.mean_is_one == "no"
-    leaves_less = after.tokens > 0 and after.k3 < MAX_LEFT * left.k3 and not breaks
+    leaves_less = after.tokens > 0 and after.k3 < MAX_K3_LEFT * left.k3 and not breaks
     return (matches, after) if last.is_final or leaves_less else None
 
 

@@ -33,10 +33,10 @@ import numpy as np
 from trimtab.diagnosis.causes.detector import CauseMatch, Context, LogprobPairs, confidence, correlation, share, z_of
 
 MIN_GAIN = 12.0  # nats that all stretches of an offset must gain
-MIN_PART = 0.22  # least part of all distance that an offset must gain
+MIN_DISTANCE_PART = 0.22  # least part of all distance that an offset must gain
 MIN_LEAD = 3.0  # least ratio of the gain to that of the other offsets
-MAX_LEFT = 0.65  # part of the distance that an offset may leave
-MIN_CORRELATION = 0.75  # least correlation of the shifted lists
+MAX_DISTANCE_LEFT = 0.65  # part of the distance that an offset may leave
+MIN_LIST_CORRELATION = 0.75  # least correlation of the shifted lists
 MIN_STRETCH_GAIN = 3.0  # nats that a stretch must gain
 MIN_RESPONSE_GAIN = 6.0  # nats that the offset of a single response must gain
 MAX_RESPONSE_LEFT = 0.25  # part of its distance that the offset of a single response may leave
@@ -121,14 +121,14 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
         return None
     scores = [_score(tokens, distance, offset) for offset in OFFSETS]
     gains = np.stack([_find_stretches(score, tokens.row, MIN_STRETCH_GAIN)[0] for score, _ in scores])
-    needed = max(MIN_GAIN, MIN_PART * distance.sum())
+    needed = max(MIN_GAIN, MIN_DISTANCE_PART * distance.sum())
 
     # Stretches anywhere. Gains are compared per pair, since far offsets have fewer pairs.
     rates = gains.sum(1) / [max(int(real.sum()), 1) for _, real in scores]
     best = int(gains.sum(1).argmax())
     is_ahead = rates[best] >= MIN_LEAD * np.median(np.delete(rates, best))
     gain, everywhere = float(gains[best].sum()), np.ones(len(tokens), dtype=bool)
-    by_stretches = _Candidate(OFFSETS[best], gain, is_ahead and gain >= needed, everywhere, MAX_LEFT)
+    by_stretches = _Candidate(OFFSETS[best], gain, is_ahead and gain >= needed, everywhere, MAX_DISTANCE_LEFT)
 
     # Responses in which one offset is far ahead of the others; together they must gain as much.
     largest = gains.max(0)
@@ -143,7 +143,7 @@ def _best_shift(tokens: LogprobPairs) -> _Shift | None:
     # All tokens, which does not say where the stretches are.
     wholes = [float(score[real].sum()) if z_of(score[real]) > WHOLE_Z else 0.0 for score, real in scores]
     best = int(np.argmax(wholes))
-    by_all_tokens = _Candidate(OFFSETS[best], wholes[best], wholes[best] >= needed, None, MAX_LEFT)
+    by_all_tokens = _Candidate(OFFSETS[best], wholes[best], wholes[best] >= needed, None, MAX_DISTANCE_LEFT)
 
     # If responses have different offsets, the first offset anywhere would also take stretches of the others.
     first, second = (by_responses, by_stretches) if has_others else (by_stretches, by_responses)
@@ -162,7 +162,7 @@ def _fit_shift(tokens: LogprobPairs, distance: np.ndarray, candidate: _Candidate
     partner, _ = _find_partners(tokens, offset)
     behavior, moved = tokens.behavior[chosen], tokens.trainer[partner][chosen]
     near = np.minimum(np.abs(behavior - moved), CAP).mean() if chosen.sum() >= 6 else CAP
-    if near > candidate.max_left * distance[chosen].mean() or correlation(behavior, moved) < MIN_CORRELATION:
+    if near > candidate.max_left * distance[chosen].mean() or correlation(behavior, moved) < MIN_LIST_CORRELATION:
         return None
     # Once the offset is known, stretches too short to establish it are repaired as well.
     inside = _trim(_find_stretches(score, tokens.row, MIN_STRETCH_GAIN / 10)[1] & real, tokens.row, offset)
@@ -328,10 +328,10 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
     starts, lengths = edges[:-1], np.diff(edges)
     if len(starts) < 3:
         return []
-    own = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths
+    own_distance = np.add.reduceat(np.minimum(np.abs(tokens.log_ratio), CAP), starts) / lengths
     surprise = -np.add.reduceat(tokens.behavior, starts)
     told = (lengths >= 4) & (surprise > MIN_OWN_SURPRISE)  # whether a response can be told from others
-    disagrees = told & (own > MIN_OWN_DISTANCE)
+    disagrees = told & (own_distance > MIN_OWN_DISTANCE)
     trainer = tokens.trainer.copy()
     restored, copied = np.zeros(len(starts), dtype=bool), np.zeros(len(starts), dtype=bool)
     for length in np.unique(lengths[disagrees]):
@@ -344,7 +344,7 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
         for i in np.flatnonzero(disagrees[equal]):
             distance = np.minimum(np.abs(tokens.behavior[index[i]] - values), CAP).mean(-1)
             owner, second = (int(row) for row in np.argpartition(distance, 1)[:2])
-            if owner != i and distance[owner] < MAX_DISTANCE * min(own[equal[i]], distance[second]):
+            if owner != i and distance[owner] < MAX_DISTANCE * min(own_distance[equal[i]], distance[second]):
                 trainer[index[i]] = values[owner]
                 restored[equal[i]] = True
     swapped = restored | copied
@@ -353,8 +353,8 @@ def find_swapped_responses(tokens: LogprobPairs, _context: Context) -> list[Caus
         return []
     # Responses that are too certain to show a wrong list may have one, as may responses that fit worse than usual.
     after = np.add.reduceat(np.minimum(np.abs(trainer - tokens.behavior), CAP), starts) / lengths
-    usual = np.median(after[restored]) if restored.any() else np.quantile(own[told], 0.2)
-    kept = restored | (told & (own < MAX_FIT * usual + 0.01))
+    usual = np.median(after[restored]) if restored.any() else np.quantile(own_distance[told], 0.2)
+    kept = restored | (told & (own_distance < MAX_FIT * usual + 0.01))
     evidence = (
         f"{found} of {len(starts)} responses have the trainer's log-probs of another response of equal length: "
         f"{int(restored.sum())} of them fit those far better than their own, {int(copied.sum())} have a list that "

@@ -1,6 +1,7 @@
 """Measures the size and the location of a mismatch in one pass over the tokens, in bounded memory: `measure`.
 
-  one_pass        all measurements in one pass; a sample of the tokens, which side is wrong, and anomalies
+  one_pass        all measurements in one pass
+  sample          a random sample of the responses; batch_anomalies: its anomalies; rescored_sides: which side is wrong
   trained_tokens  trained tokens, fixed bins and sums over groups, which all others use
   size            k3 and the other figures with intervals, their floor, and the parts of mismatch and staleness
   views           by probability, position, turn, ..., and where in them the mismatch is

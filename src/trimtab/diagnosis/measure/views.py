@@ -13,15 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.diagnosis.measure.trained_tokens import (
-    ENVELOPE,
-    FEWEST_IN_GROUP,
-    PROBABILITY_EDGES,
-    Groups,
-    TrainedTokens,
-    explained,
-    probability_bin,
-)
+from trimtab.diagnosis.measure import trained_tokens
+from trimtab.diagnosis.measure.trained_tokens import Groups, TrainedTokens
 from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.text import short_exponent
@@ -106,15 +99,15 @@ def _entropy(tokens: TrainedTokens) -> np.ndarray | None:
     return np.clip(bins, 0, len(_ENTROPIES) - 2)
 
 
-_ENDS = [f"{edge:.2g}" for edge in PROBABILITY_EDGES]
+_ENDS = [f"{edge:.2g}" for edge in trained_tokens.PROBABILITY_EDGES]
 FIRST_AGES = dict(zip(("newer than the trainer", *label_ranges(_AGES)), (-1, *_AGES), strict=True))
 """Smallest age of each bin by its label."""
 AXES = (
     Axis(
         "probability",
-        lambda tokens: probability_bin(tokens.behavior),
+        lambda tokens: trained_tokens.probability_bin(tokens.behavior),
         [f"below {_ENDS[1]}", *(f"{low} - {high}" for low, high in itertools.pairwise(_ENDS[1:]))],
-        PROBABILITY_EDGES,
+        trained_tokens.PROBABILITY_EDGES,
         is_whole=True,
     ),
     Axis(
@@ -186,8 +179,8 @@ class TokenIdView:
         labels = ["other" if number == self._LARGEST else str(number) for number in top]
         columns = {"id": np.where(top == self._LARGEST, -1, top), "share": share}
         log = (sample.trainer.astype(np.float64) - sample.behavior)[sample.mask]
-        envelope = _envelope(self._known(sample.ids[sample.mask]), log, top, FEWEST_IN_GROUP)
-        note = f"percentiles are of the sample, where it has {FEWEST_IN_GROUP} such tokens"
+        envelope = _envelope(self._known(sample.ids[sample.mask]), log, top, trained_tokens.FEWEST_IN_GROUP)
+        note = f"percentiles are of the sample, where it has {trained_tokens.FEWEST_IN_GROUP} such tokens"
         return self._groups.view("token", labels, top, columns=columns, envelope=envelope, note=note)
 
     def _known(self, ids: np.ndarray) -> np.ndarray:
@@ -211,10 +204,10 @@ def prompt_view(sample: TokenTable) -> View | None:
     top, share = _rank_by_k3(groups)
     columns = {"number": top, "responses": np.bincount(of_response)[top], "share": share}
     size = np.log(tokens.over(tokens.size) / tokens.lengths + 1e-9)
-    part = max(explained(size, of_response, least=2), 0.0)
+    part = max(trained_tokens.explained(size, of_response, least=2), 0.0)
     note = f"the prompt decides {part:.0%} of the variance of the size of its responses' errors"
     envelope = _envelope(prompt, tokens.log, top, fewest=1)
-    return groups.view("prompt", [str(one) for one in top], top, columns=columns, envelope=envelope, note=note)
+    return groups.view("prompt", list(map(str, top)), top, columns=columns, envelope=envelope, note=note)
 
 
 def _rank_by_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
@@ -226,8 +219,9 @@ def _rank_by_k3(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
 
 def _envelope(group: np.ndarray, log: np.ndarray, top: np.ndarray, fewest: int) -> np.ndarray:
     """Returns the percentiles of the log-ratios of each group of `top`; NaN with less than `fewest` tokens."""
-    logs = [log[group == one] for one in top]
-    return np.array([np.quantile(of, ENVELOPE) if len(of) >= fewest else np.full(3, np.nan) for of in logs])
+    logs = (log[group == number] for number in top)
+    unknown = np.full(3, np.nan)
+    return np.array([np.quantile(part, trained_tokens.ENVELOPE) if len(part) >= fewest else unknown for part in logs])
 
 
 ORDERED = ("probability", "entropy", "position", "version")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from trimtab.diagnosis.against import Comparison, beyond_chance, verdict_lines
+from trimtab.diagnosis.against import DiagnosisComparison, beyond_chance, verdict_lines
 from trimtab.diagnosis.answer import Diagnosis
 from trimtab.diagnosis.known_faults import find_matches
 from trimtab.text import json_value
@@ -39,7 +39,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     return json_value(result)
 
 
-def against_dict(comparison: Comparison) -> dict[str, Any]:
+def against_dict(comparison: DiagnosisComparison) -> dict[str, Any]:
     """Returns the value of the key `against`."""
     result = {
         "verdict": verdict_lines(comparison),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.diagnosis import against
-from trimtab.diagnosis.against import Comparison
+from trimtab.diagnosis.against import DiagnosisComparison
 from trimtab.diagnosis.answer import FIGURES, Answer, Diagnosis
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.text import code_span, fold, format_percent, markdown_text, short
@@ -21,7 +21,10 @@ PACKAGES = ("trimtab", "torch", "numpy", "pyarrow")
 
 
 def terminal_text(
-    diagnosis: Diagnosis, page: Path | str | None = None, width: int | None = None, comparison: Comparison | None = None
+    diagnosis: Diagnosis,
+    page: Path | str | None = None,
+    width: int | None = None,
+    comparison: DiagnosisComparison | None = None,
 ) -> str:
     """Returns all lines as text; `width`: columns at which lines are wrapped, None for no wrapping."""
     lines = terminal_rows(diagnosis) if comparison is None else against.terminal_rows(comparison)
@@ -82,7 +85,7 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
     return texts
 
 
-def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None, command: str = "") -> str:
+def markdown(diagnosis: Diagnosis, comparison: DiagnosisComparison | None = None, command: str = "") -> str:
     """Returns the text to paste into an issue. command: the command line that made it, if any."""
     if comparison is None:
         answer = diagnosis.answer

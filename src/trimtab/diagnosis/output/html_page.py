@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.diagnosis import against
-from trimtab.diagnosis.against import Comparison
+from trimtab.diagnosis.against import DiagnosisComparison
 from trimtab.diagnosis.answer import FIGURES, Diagnosis, overrides_text
 from trimtab.diagnosis.measure.views import shares
 from trimtab.diagnosis.output.as_text import markdown
@@ -28,15 +28,14 @@ TONES = {"healthy": "good", "outside": "warn", "": ""}
 NOTES = read_table("texts.toml")["page"]
 
 
-def write_page(diagnosis: Diagnosis, path: Path, command: str = "", comparison: Comparison | None = None) -> Path:
-    """Writes the page to `path` and returns the path. Raises `TrimtabError` if it cannot be written.
-
-    command: the command line that the page shows.
-    """
+def write_page(
+    diagnosis: Diagnosis, path: Path, command: str = "", comparison: DiagnosisComparison | None = None
+) -> Path:
+    """Writes the page, which shows `command`, and returns its path. Raises `TrimtabError` if it cannot be written."""
     return write_output(path, page(diagnosis, command, comparison).encode())
 
 
-def page(diagnosis: Diagnosis, command: str = "", comparison: Comparison | None = None) -> str:
+def page(diagnosis: Diagnosis, command: str = "", comparison: DiagnosisComparison | None = None) -> str:
     """Returns the HTML. All text is escaped, since it comes from files."""
     origin, steps = diagnosis.measured.origin, diagnosis.measured.size.by_step
     compared = [] if comparison is None else [Section("", _against(comparison))]
@@ -220,7 +219,7 @@ def _read(diagnosis: Diagnosis) -> Section:
     return Section("What was read", [Note(data, "Data"), *findings, *tables])
 
 
-def _against(comparison: Comparison) -> list[Part]:
+def _against(comparison: DiagnosisComparison) -> list[Part]:
     names = f"A: {comparison.names[0]}; B: {comparison.names[1]}. " if comparison.names[0] else ""
     note = f"{names}Intervals: {against.paired_text(comparison)}."
     figures = against.figure_rows(comparison)[:-1]  # the first cause of each is in the verdict

@@ -14,23 +14,7 @@ from trimtab.diagnosis.answer import Figure, range_text
 from trimtab.diagnosis.measure.trained_tokens import FEWEST_IN_GROUP
 from trimtab.diagnosis.measure.views import FEWEST_SHARE, shares
 from trimtab.diagnosis.records import Measured, MismatchSize, View, read_table
-from trimtab.pages.charts import (
-    BLUE,
-    CYCLE,
-    GREEN,
-    INK,
-    ORANGE,
-    SKY,
-    STYLES,
-    VERMILLION,
-    WIDTH,
-    digits,
-    draw,
-    log_scale,
-    log_ticks,
-    scatter_svg,
-    short_power,
-)
+from trimtab.pages import charts
 from trimtab.pages.page import Chart, Note
 from trimtab.runs.metric_catalog import k3_ranges
 from trimtab.text import format_percent, format_signed, short, short_exponent
@@ -80,22 +64,22 @@ def _ranges(size: MismatchSize) -> Chart:
             axes.axvspan(start, end, ymax=0.5, color=color, alpha=0.3, linewidth=0)
             axes.text(math.sqrt(start * end), 0.05, name.replace(" ", "\n"), ha="center", va="bottom", fontsize=8)
         if size.floor > 0:
-            _mark(axes, size.floor, "rounding", color=INK, marker="|", height=0.55)
+            _mark(axes, size.floor, "rounding", color=charts.INK, marker="|", height=0.55)
         if k3 > 0 and math.isfinite(k3):
             if interval is not None and np.isfinite(interval).all():
                 ends = np.clip([interval.low, interval.high], low, high)
-                axes.plot(ends, [0.36, 0.36], color=VERMILLION, linewidth=3)
-            _mark(axes, k3, "this data", color=VERMILLION, marker="D", height=0.8)
+                axes.plot(ends, [0.36, 0.36], color=charts.VERMILLION, linewidth=3)
+            _mark(axes, k3, "this data", color=charts.VERMILLION, marker="D", height=0.8)
         axes.set(xscale="log", xlim=(low, high), ylim=(0, 1), yticks=[])
         axes.spines["left"].set_visible(False)
         axes.grid(visible=False)
-        log_ticks(axes.xaxis)
+        charts.log_ticks(axes.xaxis)
         axes.set_xlabel("k3, nats per token")
 
     return _panel(
         TEXTS["charts"]["ranges"],
         f"k3 {Figure.of(size, 'k3').value}",
-        draw("Size of the mismatch", paint, size=(WIDTH, 1.9)),
+        charts.draw("Size of the mismatch", paint, size=(charts.WIDTH, 1.9)),
         f"{range_text(size)}. Rounding of the stored log-probs alone causes {short(size.floor)}.",
     )
 
@@ -104,9 +88,9 @@ def _k3_bands() -> list[tuple[float, float, str, str]]:
     """Returns start, end, color and name of the ranges published for working setups."""
     dense, small, moe = (k3_ranges()[name] for name in ("dense", "small-dense", "moe"))
     return [
-        (dense.low, dense.high, GREEN, "dense"),
-        (dense.high, small.high, SKY, "small dense"),
-        (small.high, moe.high, ORANGE, "MoE"),
+        (dense.low, dense.high, charts.GREEN, "dense"),
+        (dense.high, small.high, charts.SKY, "small dense"),
+        (small.high, moe.high, charts.ORANGE, "MoE"),
     ]
 
 
@@ -127,7 +111,7 @@ def _scatter(measured: Measured) -> Chart:
     return _panel(
         TEXTS["charts"]["scatter"],
         f"Pearson r {Figure.of(measured.size, 'pearson').value}",
-        scatter_svg(counts),
+        charts.scatter_svg(counts),
         f"{total:,} tokens, {format_percent(off)} of them more than 0.05 away from the line.",
     )
 
@@ -138,7 +122,7 @@ def _k3_over_steps(steps: np.ndarray, k3: np.ndarray, floor: float) -> Chart:
     def paint(axes: Axes) -> None:
         axes.set_ylabel("k3, nats")
         shown = np.maximum(k3, _LEAST)
-        axes.plot(steps, shown, color=BLUE, marker="o" if len(steps) < 40 else None, markersize=3, label="k3")
+        axes.plot(steps, shown, color=charts.BLUE, marker="o" if len(steps) < 40 else None, markersize=3, label="k3")
         if not (k3 > _LEAST).any():
             return
         _log_k3(axes)
@@ -147,7 +131,7 @@ def _k3_over_steps(steps: np.ndarray, k3: np.ndarray, floor: float) -> Chart:
             if end > bottom and start < top:
                 axes.axhspan(max(start, bottom), min(end, top), color=color, alpha=0.15, linewidth=0, label=name)
         if bottom < floor < top:
-            axes.axhline(floor, color=INK, linestyle=":", linewidth=1, label="rounding")
+            axes.axhline(floor, color=charts.INK, linestyle=":", linewidth=1, label="rounding")
         axes.set_ylim(bottom, top)
 
     part, highest = max(len(k3) // 4, 1), int(np.nanargmax(k3))
@@ -156,7 +140,7 @@ def _k3_over_steps(steps: np.ndarray, k3: np.ndarray, floor: float) -> Chart:
     return _panel(
         TEXTS["charts"]["k3"],
         f"{short(k3[0])} → {short(k3[-1])}",
-        draw("k3 over steps", paint, legend=True, steps=True),
+        charts.draw("k3 over steps", paint, legend=True, steps=True),
         f"Median of the first quarter {first}, of the last {last}; highest {peak}.",
     )
 
@@ -166,16 +150,15 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
     def paint(axes: Axes) -> None:
         for index, (name, values) in enumerate(curves.items()):
             marker = "os"[index] if len(steps) < 40 else None
-            axes.plot(
-                steps, values, color=CYCLE[index], linestyle=STYLES[index], marker=marker, markersize=4, label=name
-            )
+            color, style = charts.CYCLE[index], charts.STYLES[index]
+            axes.plot(steps, values, color=color, linestyle=style, marker=marker, markersize=4, label=name)
         axes.set(ylim=(0, 1.05), ylabel="share of the samples")
 
     ends = [f"{name} {short(of[0])} at first, {short(of[-1])} at last" for name, of in curves.items()]
     return _panel(
         TEXTS["charts"]["ess"],
         f"lowest {short(min(float(np.nanmin(values)) for values in curves.values()))}",
-        draw("Effective sample size over steps", paint, legend=True, steps=True),
+        charts.draw("Effective sample size over steps", paint, legend=True, steps=True),
         f"{'; '.join(ends)}.",
     )
 
@@ -232,17 +215,17 @@ def _envelope(view: View, axis: str) -> Markup:
     low, median, high = view.low[drawn], view.median[drawn], view.high[drawn]
 
     def paint(axes: Axes) -> None:
-        axes.fill_between(centers, low, high, color=SKY, alpha=0.3, linewidth=0, label="2nd to 98th percentile")
+        axes.fill_between(centers, low, high, color=charts.SKY, alpha=0.3, linewidth=0, label="2nd to 98th percentile")
         for edge in (low, high):
-            axes.plot(centers, edge, color=BLUE, linewidth=0.8, marker="o", markersize=2)
-        axes.plot(centers, median, color=VERMILLION, marker="o", markersize=3.5, label="median")
-        axes.axhline(0.0, color=INK, linewidth=0.6, linestyle=":")
+            axes.plot(centers, edge, color=charts.BLUE, linewidth=0.8, marker="o", markersize=2)
+        axes.plot(centers, median, color=charts.VERMILLION, marker="o", markersize=3.5, label="median")
+        axes.axhline(0.0, color=charts.INK, linewidth=0.6, linestyle=":")
         if log:
             axes.set_xscale("log")
-            log_ticks(axes.xaxis)
+            charts.log_ticks(axes.xaxis)
         axes.set(xlabel=axis, ylabel="log-ratio, nats")
 
-    return draw(f"Log-ratio by {view.name}", paint, legend=True)
+    return charts.draw(f"Log-ratio by {view.name}", paint, legend=True)
 
 
 def _thick(view: View) -> np.ndarray:
@@ -259,28 +242,28 @@ def _bars(view: View, overall: float, texts: Mapping[str, str]) -> Markup:
 
     def paint(axes: Axes) -> None:
         if shown.max(initial=0.0) > _FAR * max(shown.min(initial=np.inf), _LEAST):
-            axes.plot(bins, np.maximum(shown, _LEAST), color=BLUE, linewidth=0.8, marker="o", markersize=6)
+            axes.plot(bins, np.maximum(shown, _LEAST), color=charts.BLUE, linewidth=0.8, marker="o", markersize=6)
             _log_k3(axes)
         else:
             axes.set_axisbelow(True)
-            axes.bar(bins, shown, width=0.75, color=BLUE)
-            digits(axes.yaxis, 3)
+            axes.bar(bins, shown, width=0.75, color=charts.BLUE)
+            charts.digits(axes.yaxis, 3)
         if overall > 0:
             label = f"all tokens: {short(overall)}"
-            axes.axhline(overall, color=VERMILLION, linestyle="--", linewidth=1.2, label=label)
+            axes.axhline(overall, color=charts.VERMILLION, linestyle="--", linewidth=1.2, label=label)
         _name_bins(axes, view.labels)
         axes.set(xlabel=texts["axis"], ylabel="k3, nats")
 
-    return draw(texts["title"], paint, legend=True)
+    return charts.draw(texts["title"], paint, legend=True)
 
 
 def _log_k3(axes: Axes) -> None:
     """Sets a logarithmic axis whose lowest position represents everything up to `_LEAST`: no mismatch."""
-    digits(axes.yaxis, 3)
+    charts.digits(axes.yaxis, 3)
     if axes.dataLim.y1 >= 4 * axes.dataLim.y0:  # wide enough for labels at powers
-        log_scale(axes)
-        least = f"≤{short_power(_LEAST)}"
-        label = FuncFormatter(lambda value, _: least if value <= 1.01 * _LEAST else short_power(value))
+        charts.log_scale(axes)
+        least = f"≤{charts.short_power(_LEAST)}"
+        label = FuncFormatter(lambda value, _: least if value <= 1.01 * _LEAST else charts.short_power(value))
         axes.yaxis.set_major_formatter(label)
 
 

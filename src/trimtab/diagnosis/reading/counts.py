@@ -85,17 +85,17 @@ class ReadCounts:
     def findings(self, anchor: str) -> list[Finding]:
         """Returns anomalies of the data."""
         all_equal, all_zero = (self.trained and count == self.trained for count in (self.equal, self.zero))
-        whole = [name for name, of in self.values.items() if not of.fractions and self.trained >= _ENOUGH]
+        whole = [column for column, values in self.values.items() if not values.fractions and self.trained >= _ENOUGH]
         return [
             *(
-                finding("above-0", column=name, count=of.above, trained=self.trained, largest=of.highest)
-                for name, of in self.values.items()
-                if of.above
+                finding("above-0", column=column, count=values.above, trained=self.trained, largest=values.highest)
+                for column, values in self.values.items()
+                if values.above
             ),
             *([finding("whole-numbers", columns=" and ".join(whole))] if whole and not all_zero else []),
             *(
-                finding("not-a-number", column=name, count=count, responses=self.responses)
-                for name, count in self.unknown.items()
+                finding("not-a-number", column=column, count=count, responses=self.responses)
+                for column, count in self.unknown.items()
                 if count
             ),
             *([finding("not-finite", count=self.odd["not-finite"])] if self.odd["not-finite"] else []),

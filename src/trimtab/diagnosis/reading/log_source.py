@@ -10,21 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.diagnosis.reading import row_files
 from trimtab.diagnosis.reading.arrow_files import ArrowFile
 from trimtab.diagnosis.reading.batches import Batch
 from trimtab.diagnosis.reading.columns import Resolved, Table, resolve
 from trimtab.diagnosis.reading.counts import NO_LIST, ONE_NUMBER, UNEQUAL, ReadCounts
 from trimtab.diagnosis.reading.layouts import LAYOUTS
 from trimtab.diagnosis.reading.normalize import normalize
-from trimtab.diagnosis.reading.row_files import (
-    PACKED,
-    RowFile,
-    find_slices,
-    read_csv,
-    read_json_array,
-    read_json_lines,
-    read_packed,
-)
+from trimtab.diagnosis.reading.row_files import RowFile
 from trimtab.diagnosis.reading.run_files import read_facts
 from trimtab.diagnosis.reading.torch_file import TorchFile
 from trimtab.diagnosis.records import DataSummary, MaskedResponses, finding, read_table
@@ -64,7 +57,7 @@ def _find_in_folder(folder: Path) -> list[Path]:
         raise TrimtabError(f"{folder} is a run that kept no trajectories: nothing to diagnose")
     items = [item for root in known or [folder] for item in root.rglob("*") if not item.name.startswith((".", "_"))]
     # NeMo-RL also writes tables of its evaluations, open-instruct also rollouts without the trainer's log-probs.
-    items = [item for item in items if item.name.startswith(_NEMO_RL) or PACKED.search(item.name)] or items
+    items = [item for item in items if item.name.startswith(_NEMO_RL) or row_files.PACKED.search(item.name)] or items
     if any(_suffix(item) in _ARROW for item in items):
         items = [item for item in items if item.name not in _DATASETS]
     # CSV files of a folder are read only if there is nothing else: they are often tables of metrics.
@@ -95,8 +88,8 @@ def open_table(path: Path) -> Table | None:
         head, packed = file.read(4096), isinstance(getattr(file, "raw", None), Unpacked)
     if not head.strip(b" \t\r\n" + _BOM):
         return None
-    if PACKED.search(path.name):
-        return RowFile(find_slices(path)[0], read_packed)
+    if row_files.PACKED.search(path.name):
+        return RowFile(row_files.find_slices(path)[0], row_files.read_packed)
     if packed:
         if head.startswith((b"PAR1", b"PK\x03\x04")):
             raise TrimtabError(f"{path} is compressed: unpack it first")
@@ -123,11 +116,11 @@ def _text_table(path: Path, head: bytes, suffix: str, *, packed: bool) -> Table:
         raise TrimtabError(f"{path} is a pickle, which is not opened: save its tensors with torch.save instead")
     start = head.removeprefix(_BOM).lstrip()
     if start.startswith(b"["):
-        return RowFile(path, read_json_array)
+        return RowFile(path, row_files.read_json_array)
     if suffix in _CSV:
-        return RowFile(path, read_csv)
+        return RowFile(path, row_files.read_csv)
     if start.startswith(b"{") or suffix in _JSONL:
-        return RowFile(path, read_json_lines)
+        return RowFile(path, row_files.read_json_lines)
     raise TrimtabError(f"{path} is neither {_KINDS}{' below its gzip' if packed else ''}")
 
 

@@ -17,9 +17,9 @@ from trimtab.diagnosis.advice.rules import (
     CONDITIONS,
     MUST_FIX,
     RULES,
+    CaseFacts,
     MapRegime,
     MethodResult,
-    RuleInputs,
     advise,
     choose,
     list_choices,
@@ -34,7 +34,7 @@ from trimtab.trainer.config import load_config
 
 def case(
     *causes: str, verdict: str = "dense", k3: float = 3e-4, seq_kept: float = 0.9, tokens: int = 5000
-) -> RuleInputs:
+) -> CaseFacts:
     table = (
         PresetOutcome("seq-bypass", seq_kept, 0.0, 0.5, 0.1),
         PresetOutcome("geo-mask", 0.3, 0.0, 0.3, 0.1),
@@ -42,7 +42,7 @@ def case(
         PresetOutcome("icepop", 0.998, 0.0, 0.9, 0.1, {"weight_min": 0.3, "weight_max": 3.0}, calibrated=True),
         PresetOutcome("geo-mask-token-tis", 0.9, 0.0, 0.9, 0.1, {"keep_min": 0.97, "keep_max": 1.03}, calibrated=True),
     )
-    return RuleInputs([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens, 50)
+    return CaseFacts([Cause(name, 0.9, "seen") for name in causes], verdict, k3, table, tokens, 50)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def case(
     ],
 )
 def test_the_first_row_that_holds_decides(
-    findings: RuleInputs, rule: str, preset: str, overrides: dict[str, float]
+    findings: CaseFacts, rule: str, preset: str, overrides: dict[str, float]
 ) -> None:
     chosen, recommended, result, why = choose(findings, [])
     assert (chosen.name, recommended) == (rule, preset)
@@ -93,10 +93,10 @@ def test_faults_are_named_worst_first() -> None:
 
 
 def test_the_last_row_holds_for_everything_and_every_preset_exists() -> None:
-    assert CONDITIONS[RULES[-1].name](RuleInputs([], "nonsense", float("nan"), (), 1000, 10))
+    assert CONDITIONS[RULES[-1].name](CaseFacts([], "nonsense", float("nan"), (), 1000, 10))
     assert {rule.preset for rule in RULES} <= {*objectives(), ""}
     assert set(CONDITIONS) == {rule.name for rule in RULES}
-    _, _, overrides, why = choose(RuleInputs([], "beyond", float("nan"), (), 1000, 10), load_map())
+    _, _, overrides, why = choose(CaseFacts([], "beyond", float("nan"), (), 1000, 10), load_map())
     assert not overrides
     assert why.endswith("these are the published ones.")
 

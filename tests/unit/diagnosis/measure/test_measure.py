@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.token_tables import noisy, pieces, table, values, whole
 
-from trimtab.diagnosis.measure.one_pass import Sample, check_batch, judge_sides
+from trimtab.diagnosis.measure.batch_anomalies import find_anomalies
+from trimtab.diagnosis.measure.rescored_sides import judge_sides
+from trimtab.diagnosis.measure.sample import Sample
 from trimtab.diagnosis.records import Measured
 from trimtab.diagnosis.tokens import TokenTable
 from trimtab.errors import TrimtabError
@@ -184,7 +186,7 @@ def ended(before: int, logp: Any) -> TokenTable:
 
 
 def test_copies_of_improbable_responses_are_counted() -> None:
-    (found,) = check_batch(responses(2))
+    (found,) = find_anomalies(responses(2))
     assert (found.status, found.name) == ("note", "repeated")
     assert found.detail.startswith("24 of 48 responses repeat another one")
     assert "its own seed" in found.next_step
@@ -199,11 +201,11 @@ def test_copies_of_improbable_responses_are_counted() -> None:
     ids=["all differ", "probable", "asked again in a later step", "end not drawn", "after an end that is trained"],
 )
 def test_other_copies_and_ends_are_not(sound: TokenTable) -> None:
-    assert list(check_batch(sound)) == []
+    assert list(find_anomalies(sound)) == []
 
 
 def test_an_end_token_that_was_drawn_must_be_trained() -> None:
-    (found,) = check_batch(ended(9, DRAWN))
+    (found,) = find_anomalies(ended(9, DRAWN))
     assert (found.status, found.name) == ("note", "end token")
     assert found.detail.startswith("in 48 of 48 responses the last token that the sampler drew")
 
@@ -217,7 +219,7 @@ CENTERED = rewards((1, -1, -1, 1), (0, 0, 0, 0))
 
 
 def names(advantage: np.ndarray, reward: np.ndarray = REWARD) -> list[str]:
-    return [one.detail for one in check_batch(responses(SIZE, reward=reward, advantage=advantage))]
+    return [one.detail for one in find_anomalies(responses(SIZE, reward=reward, advantage=advantage))]
 
 
 def test_equal_rewards_with_advantages_are_named() -> None:
@@ -234,7 +236,7 @@ def test_advantages_of_other_responses_are_named() -> None:
 def test_sound_advantages_are_not_named() -> None:
     assert names(CENTERED) == []
     assert names(np.full(len(REWARD), np.nan)) == []
-    assert list(check_batch(responses(SIZE, reward=REWARD))) == []
+    assert list(find_anomalies(responses(SIZE, reward=REWARD))) == []
 
 
 def test_measuring_reports_it() -> None:

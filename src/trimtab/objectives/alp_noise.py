@@ -1,30 +1,10 @@
-"""The policy ratio of an objective, and ALP's noise as printed code.
+"""ALP's noise as printed code.
 
-The trainer has its own implementation of the noise (`trainer/models/perturbation.py`), with a float32 residual
-stream and packed rows.
+The trainer has its own implementation (`trainer/models/perturbation.py`), with a float32 residual stream and packed
+rows.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
-
-from trimtab.corrections.arguments import CheckedFields, one_of
-from trimtab.corrections.ratios import LEVELS
-
-
-@dataclass(frozen=True)
-class Ratio(CheckedFields):
-    """The ratio current/proximal or current/behavior.
-
-    level: token; the products sequence, turn (a model turn) or prefix (the tokens up to this one); or their geometric
-        means geometric, turn_geometric or prefix_geometric.
-    over: the denominator, proximal or behavior.
-    """
-
-    level: str = one_of(LEVELS, "token")
-    over: str = one_of(("proximal", "behavior"), "proximal")
 
 
 def perturb(layers: torch.nn.ModuleList, log_sigma: torch.Tensor, seed: int) -> list[torch.utils.hooks.RemovableHandle]:
