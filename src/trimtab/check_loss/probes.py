@@ -207,4 +207,4 @@ def of_objective(objective: Objective) -> Loss:
         whole = None if update.batch is batch else objective.prepare(logps(update.batch), update.batch["advantage"])
         return objective(logps(batch), batch["advantage"], state=whole).loss
 
-    return Loss(objective.name, call, ", ".join(objective.needs))
+    return Loss(objective.name, call, ", ".join(sorted(objective.needs)))
