@@ -13,7 +13,7 @@ from trimtab.trainer.config.sections import TrainerConfig
 from trimtab.trainer.rollout.collector import Group, has_reward_variance, oldest
 from trimtab.trainer.rollout.responses import GeneratedGroups
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
-from trimtab.trainer.rollout.schedule import GroupRange, Schedule
+from trimtab.trainer.rollout.schedule import GroupRequest, Schedule
 
 PENDING = "pending.parquet"
 
@@ -75,7 +75,7 @@ class Buffer:
                     self._groups[number] = group
             self._stats.add(stats)
 
-    def repeat(self, request: GroupRange) -> None:
+    def repeat(self, request: GroupRequest) -> None:
         """Schedules the groups to be generated again, because their engine was lost."""
         with self.changing():
             self.schedule.repeat(request)
@@ -85,7 +85,7 @@ class Buffer:
         with self.changed:
             self._stats.add(stats)
 
-    def is_live(self, request: GroupRange) -> bool:
+    def is_live(self, request: GroupRequest) -> bool:
         """Returns whether any group of a running request is still live."""
         with self.changed:
             return any(self.schedule.contains(number) for number in request.numbers)
