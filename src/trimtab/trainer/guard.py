@@ -112,9 +112,9 @@ class Guard:
 
     def needed_checkpoints(self, run: RunDirectory, step: int) -> set[int]:
         """Returns the steps whose checkpoints must not be deleted after `step`; only the leader deletes any."""
-        return self._steps.needed([*self.snapshots(run), step], self.config.every) if self.is_on else set()
+        return self._steps.needed([*self.checkpoint_steps(run), step], self.config.every) if self.is_on else set()
 
-    def snapshots(self, run: RunDirectory) -> list[int]:
+    def checkpoint_steps(self, run: RunDirectory) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without discarded steps."""
         counted = {0, *self._steps.numbers}
         saved = current_ranks().run_on_all_ranks(run.checkpoints)
@@ -202,8 +202,8 @@ class KeptSteps:
         fallen = accuracy_falls(self._evaluations) if evaluated and "reward" in on else None
         return fallen or first_sign(self._history.steps(), on)
 
-    def needed(self, snapshots: Sequence[int], every: int) -> set[int]:
+    def needed(self, checkpoints: Sequence[int], every: int) -> set[int]:
         """Returns the steps whose checkpoints a return may need; see `needed_snapshots`."""
         trusted = trusted_step(self._steps)
         best = max(self._evaluations, key=lambda one: one.accuracy).step if self._evaluations else trusted
-        return needed_snapshots(snapshots, trusted, best, every=every)
+        return needed_snapshots(checkpoints, trusted, best, every=every)

@@ -19,7 +19,7 @@ from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import custom_objective, environments, rewards, tasks
 from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
-from trimtab.trainer.checkpoint import snapshot
+from trimtab.trainer.checkpoint import run_state
 from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config
 from trimtab.trainer.config.consistency import refuse
 from trimtab.trainer.config.schema import LoraConfig
@@ -127,7 +127,7 @@ def train(
         trainer.stop = stop
         cleanup.callback(trainer.source.close)
         if resume:
-            snapshot.resume(trainer)
+            run_state.resume(trainer)
         if run.writes:
             first, ranks = trainer.step + 1, current_ranks().size
             trainer.sinks = open_sinks(config.log, run.path, first_step=first)
