@@ -187,12 +187,12 @@ def becomes_infinite(monkeypatch: pytest.MonkeyPatch, calls: Container[int]) -> 
     """Plants a fault: the losses of these calls are infinite."""
     from trimtab.trainer.learner import Learner
 
-    own, count = Learner._guarded_step, iter(range(10_000))
+    own, count = Learner._step_if_finite, iter(range(10_000))
 
     def planted(self: Learner, loss_sum: Tensor, stats: Any) -> None:
         own(self, loss_sum + torch.inf if next(count) in calls else loss_sum, stats)
 
-    monkeypatch.setattr(Learner, "_guarded_step", planted)
+    monkeypatch.setattr(Learner, "_step_if_finite", planted)
 
 
 def test_losses_that_are_not_finite_return_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

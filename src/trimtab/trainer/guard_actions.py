@@ -59,7 +59,7 @@ def act(trainer: run_state.TrainerState, sign: Sign) -> bool:
     # A checkpoint that a return saved holds the policy of an earlier step.
     policy = restored.get("marks", {}).get(CONTINUES_FROM, start)
     text = f"step {trainer.step}: {sign.name}: {sign.text}; returned to the policy of step {policy}"
-    guard.mark(text)
+    guard.log_event(text)
     state.marks[CONTINUES_FROM] = policy
     if state.returns == 1:
         state.decay_from = trainer.learner.updates
@@ -67,7 +67,7 @@ def act(trainer: run_state.TrainerState, sign: Sign) -> bool:
     if state.returns > guard.config.times:
         state.discarded += 1  # the step that logs the restored policy
         trainer.observer.message(f"{text}, for the last time")
-        trainer.log_restored(guard.marks())
+        trainer.log_restored(guard.take_metrics())
         return True
     rate = f"the learning rate is {trainer.learner.lr_factor:g} of the recipe's and falls to 0"
     every = trainer.config.trainer.sync_every or 1
@@ -83,7 +83,7 @@ def _publish_again(trainer: run_state.TrainerState, sign: Sign) -> None:
     _, meta, files = trainer.source.state(trainer.learner.updates)
     trainer.source.restore({}, {**meta, "ready": []}, files)
     text = f"step {trainer.step}: {sign.name}: {sign.text}; published the weights again"
-    trainer.guard.mark(text)
+    trainer.guard.log_event(text)
     trainer.observer.message(text)
     trainer.guard.leave_out_newest()
 

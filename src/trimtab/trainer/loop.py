@@ -180,7 +180,7 @@ class Trainer(run_state.TrainerState):
         }
         if replaced := self.source.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
-        metrics |= self.guard.marks(rollout.republished)
+        metrics |= self.guard.take_metrics(rollout.republished)
         record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
         for feature in self.learner.features:
             metrics |= feature.end_step(record)
@@ -223,11 +223,11 @@ class Trainer(run_state.TrainerState):
         elif self.guard.is_on and self.step % self.config.guard.every == 0:
             run_state.save(self, evaluated, wait=False)
 
-    def log_restored(self, marks: Mapping[str, Any]) -> None:
+    def log_restored(self, metrics: Mapping[str, Any]) -> None:
         """Evaluates the policy that the guard restored, and logs and saves it as an additional step."""
         self.step += 1
         evaluated = self._evaluate("after")
-        self.run.log({"step": self.step, "updates": self.learner.updates, **marks, **evaluated})
+        self.run.log({"step": self.step, "updates": self.learner.updates, **metrics, **evaluated})
         run_state.save(self, {})
 
     def _stop_if_requested(self) -> None:

@@ -15,7 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.files import new_folder
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, OptimConfig, load_config
-from trimtab.trainer.memory import micro_batch_tokens
+from trimtab.trainer.memory import choose_micro_batch_tokens
 from trimtab.trainer.models.bundled import cache_root
 from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load, silence_transformers
 from trimtab.trainer.models.logprobs import score
@@ -86,7 +86,7 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
         rows = _gold_rows(loaded.tokenizer, stream, step * sft.batch, sft.batch)
         if step == 0:
             prompt, response = max(len(row.prompt.ids) for row in rows), max(map(len, rows))
-            budget = micro_batch_tokens(config, model, device, prompt=prompt, response=response)
+            budget = choose_micro_batch_tokens(config, model, device, prompt=prompt, response=response)
         parts = micro_batches(rows, [[index] for index in range(len(rows))], budget)
         micros = [to_tensors(rows, chosen, stream.pad_id, device) for chosen in parts]
         tokens = sum(int(micro.mask.sum()) for micro in micros)
