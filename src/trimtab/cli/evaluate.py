@@ -19,7 +19,7 @@ from trimtab.plugins import allow_code
 from trimtab.runs.layout import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import RenderableType
 
     from trimtab.trainer.evaluation import TaskSpec
     from trimtab.trainer.evaluation.eval_results import TextTable
@@ -109,7 +109,7 @@ def evaluate(
         console.print(item)
 
 
-def draw(table: TextTable) -> Group:
+def draw(table: TextTable) -> RenderableType:
     """Returns a table for a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group

@@ -130,10 +130,9 @@ class Parent:
     """The child's end of a `WorkerProcess`. The child and everything it started are killed when the parent closes the
     connection or ends for any reason.
 
-    Args:
-        receive: called with every message, in the thread that reads the connection, even while the child works.
-        progress: a number to send as a heartbeat, once a second; None while the parent awaits no answer.
-        close: called in that thread when the parent is gone, before the child is killed.
+    receive: called with every message, in the thread that reads the connection, even while the child works. progress: a
+    number to send as a heartbeat, once a second; None while the parent awaits no answer. close: called in that thread
+    when the parent is gone, before the child is killed.
     """
 
     def __init__(

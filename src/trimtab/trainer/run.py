@@ -22,7 +22,7 @@ from trimtab.trainer.build_model import build_model, prepare_model, save_model_f
 from trimtab.trainer.checkpoint import run_state
 from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config
 from trimtab.trainer.config.consistency import refuse
-from trimtab.trainer.config.schema import LoraConfig
+from trimtab.trainer.config.training_sections import LoraConfig
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.features import build_features

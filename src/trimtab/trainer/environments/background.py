@@ -67,9 +67,7 @@ class BackgroundCall(Future[Any]):
     def value(self) -> Any:
         """Returns the value of the call, after `wait` returned True.
 
-        Raises:
-            EnvironmentFailed: the call timed out.
-            Exception: the function or `convert` raised it.
+        Raises `EnvironmentFailed` if the call timed out, and what the function or `convert` raised.
         """
         if not self.done():
             raise self._given_up()

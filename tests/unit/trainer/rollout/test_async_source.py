@@ -15,7 +15,7 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer import rewards
 from trimtab.trainer.config import EnvironmentConfig, load_config
-from trimtab.trainer.config.sections import TrainerConfig
+from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.environments.episodes import EpisodeRunner
 from trimtab.trainer.environments.formats import Tag

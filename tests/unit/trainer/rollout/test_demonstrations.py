@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
 from trimtab.trainer.config import GOLD, Config
-from trimtab.trainer.config.schema import DemonstrationConfig
+from trimtab.trainer.config.rollout_sections import DemonstrationConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.models.load import load

@@ -49,11 +49,9 @@ class EmbeddedEngine:
 
     The copy shares no storage with the original model. `policy_version` starts at 0.
 
-    Args:
-        dtype: of the copy. Log-probs in bfloat16 differ from those of a float32 trainer.
-        quantization: quantization and noise applied to published weights, a controlled additional mismatch.
-        routes: whether completions hold the routed experts of each token (`types.Completion.routed_experts`). Raises
-            `TrimtabError` if the model has no known routers.
+    dtype: of the copy. Log-probs in bfloat16 differ from those of a float32 trainer. quantization: quantization and
+    noise applied to published weights, a controlled additional mismatch. routes: whether completions hold the routed
+    experts of each token (`types.Completion.routed_experts`). Raises `TrimtabError` if the model has no known routers.
     """
 
     def __init__(

@@ -55,10 +55,9 @@ class ServerEngine:
     ) -> None:
         """Waits up to `reconnect_timeout` for all servers.
 
-        Args:
-            model_folder: config files of the model the servers were started with; no weights are read.
-            notify: called with a line of text, from any thread, every few seconds while this engine waits for servers;
-                default: a `TrimtabWarning`. The attribute may be replaced later.
+        model_folder: config files of the model the servers were started with; no weights are read. notify: called with
+        a line of text, from any thread, every few seconds while this engine waits for servers; default: a
+        `TrimtabWarning`. The attribute may be replaced later.
         """
         self.notify = notify or (lambda line: warnings.warn(line, TrimtabWarning, stacklevel=3))
         settings = config.server

@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.config.sections import ServerConfig
+from trimtab.trainer.config.rollout_sections import ServerConfig
 from trimtab.trainer.engines.server import http_client, inference_server, request_dispatch
 from trimtab.trainer.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer, run
 from trimtab.trainer.engines.server.inference_server import InferenceServer, load_weights
