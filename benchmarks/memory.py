@@ -116,9 +116,9 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def computed(case: Case, config: Any) -> dict[str, float]:
-    from trimtab.trainer.memory import Rank, Shape, rank_memory
+    from trimtab.trainer.memory import DecoderSizes, UpdateLoad, rank_memory
 
-    rank = Rank(
+    load = UpdateLoad(
         ranks=1,
         tokens=case.prompt + case.rows * (case.response - 1),  # a response's last token predicts nothing
         scored=case.rows * case.response,
@@ -129,7 +129,7 @@ def computed(case: Case, config: Any) -> dict[str, float]:
         recompute=case.recompute,
         cpu=True,
     )
-    return rank_memory(Shape.of(config), rank)
+    return rank_memory(DecoderSizes.of(config), load)
 
 
 # Name, ranks, layers, hidden, heads, key-value heads, inner: config.json of each on huggingface.co.
@@ -140,7 +140,7 @@ def large() -> None:
     """GB on each rank for one response of so many tokens after a prompt of 512, with checkpointing."""
     from transformers import AutoConfig
 
-    from trimtab.trainer.memory import Rank, Shape, rank_memory
+    from trimtab.trainer.memory import DecoderSizes, UpdateLoad, rank_memory
 
     header = None
     for model, ranks, layers, hidden, heads, kv, inner in LARGE:
@@ -155,8 +155,8 @@ def large() -> None:
             tie_word_embeddings=False,
         )
         for response in (2048, 8192, 16384, 32768):
-            rank = Rank(ranks, 512 + response, response, 1, 512, response, recompute=True)
-            parts = rank_memory(Shape.of(config), rank)
+            load = UpdateLoad(ranks, 512 + response, response, 1, 512, response, recompute=True)
+            parts = rank_memory(DecoderSizes.of(config), load)
             if header is None:
                 header = ["model", "ranks", "response", *parts, "all"]
                 print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")

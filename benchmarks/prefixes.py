@@ -47,7 +47,7 @@ from trimtab.trainer.loop import Trainer
 from trimtab.trainer.observer import NullObserver
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.prefixes import PrefixedResponses
+from trimtab.trainer.rollout.prefixes import PrefixedSampler
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.trainer.run import build_parts, build_trainer
@@ -135,7 +135,7 @@ def run(case: str, options: argparse.Namespace) -> tuple[Turns, float]:
         for name in VARIANTS:
             own = recipe(case, name, options, steps)
             assert own.prefix is not None
-            responses = PrefixedResponses(own, PromptStream(parts.task, loaded.tokenizer, own.seed), sampling)
+            responses = PrefixedSampler(own, PromptStream(parts.task, loaded.tokenizer, own.seed), sampling)
             collector = Collector(own, responses, parts.scorer)
             turns.feeds[name] = SyncSource(collector, Buffer(own.trainer), trainer.source.engine)  # pyright: ignore[reportAttributeAccessIssue]
         trainer.train()

@@ -39,14 +39,14 @@ from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
+from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.models.routing import router_info, routing_agreement
 from trimtab.trainer.sft import supervised_warm_start
 from trimtab.types import Completion, SamplingParams
 
 TWIN = "dense twin"
-MODELS = (LABORATORY, TWIN, MIXTURE, SWITCH)
+MODELS = (laboratory.NAME, TWIN, laboratory.MIXTURE, laboratory.SWITCH)
 # Sampler, and whether the trainer computes under bfloat16 autocast.
 SAMPLERS: dict[str, tuple[str, WeightQuantization, bool]] = {
     "bfloat16": ("bfloat16", NO_QUANTIZATION, False),
@@ -107,7 +107,7 @@ def warm(name: str, seed: int, root: Path, more: Sequence[str]) -> LoadedModel:
 
 def _twin(folder: Path) -> None:
     """`laboratory-switch` with dense layers, not yet trained."""
-    mixture, tokenizer = laboratory.build(0, SWITCH)
+    mixture, tokenizer = laboratory.build(0, laboratory.SWITCH)
     shape: Any = mixture.config
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     others = ("max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -248,7 +248,7 @@ def mismatch(root: Path, names: Sequence[str], seeds: int, prompts: int, samples
 
 def sources(root: Path, prompts: int, samples: int, more: Sequence[str]) -> None:
     """One model: the smaller the sampler's error, the more of k3 is routing."""
-    model, rows = warm(SWITCH, 0, root, more), []
+    model, rows = warm(laboratory.SWITCH, 0, root, more), []
     for noise in NOISES:
         drawn = draw(model, "float32", WeightQuantization(noise=noise), prompts, samples)
         rows.append([f"noise {noise:g}", *row_of([measure(model, drawn)])])

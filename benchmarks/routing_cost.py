@@ -18,7 +18,7 @@ from trimtab.runs import trajectories
 from trimtab.trainer import tasks
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.features.routing_replay import RoutingReplay
-from trimtab.trainer.models.load import MIXTURE, LoadedModel, load
+from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.routing import router_info
 from trimtab.trainer.packing import MicroBatch, to_tensors
@@ -32,7 +32,7 @@ PROMPTS, SAMPLES = 16, 8
 def main() -> None:
     options = options_of(__doc__, rounds=9, threads=1).parse_args()
     torch.set_num_threads(options.threads)
-    loaded = load(str(laboratory_folder(MIXTURE)), dtype=torch.float32)
+    loaded = load(str(laboratory_folder("laboratory-moe")), dtype=torch.float32)
     rows = sampled(loaded, options.rounds)
     sizes(loaded, rows)
     trained(loaded, rows, options.rounds)

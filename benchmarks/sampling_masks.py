@@ -20,7 +20,7 @@ import torch
 from shared import options_of
 from trimtab.runs import trajectories
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
-from trimtab.trainer.models.load import BUNDLED, LABORATORY, load
+from trimtab.trainer.models.load import BUNDLED, load
 from trimtab.trainer.models.logprobs import TokenBatch, pack_kept, score
 from trimtab.trainer.sft import laboratory_folder
 from trimtab.types import Completion, Problem, Prompt, SamplingParams
@@ -36,9 +36,9 @@ SAMPLES = 4
 
 
 def main() -> None:
-    options = options_of(__doc__, models=[LABORATORY, BUNDLED], tokens=64).parse_args()
+    options = options_of(__doc__, models=["laboratory", BUNDLED], tokens=64).parse_args()
     for name in options.models:
-        small = name == LABORATORY
+        small = name == "laboratory"
         loaded = load(str(laboratory_folder()) if small else name, dtype=torch.float32)
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, torch.float32)
         prompts = _prompts(loaded.tokenizer, small)

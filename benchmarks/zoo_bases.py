@@ -32,7 +32,7 @@ from trimtab.trainer.build_model import save_model_files
 from trimtab.trainer.config import EnvironmentConfig, load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization
-from trimtab.trainer.models.load import BUNDLED, LABORATORY, SWITCH, LoadedModel, load
+from trimtab.trainer.models.load import BUNDLED, LoadedModel, load
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.models.sharding import named_weights
 from trimtab.trainer.sft import laboratory_folder
@@ -215,7 +215,7 @@ def cached(
 
 @cache
 def sorting() -> tuple[LoadedModel, list[Prompt], SamplingParams]:
-    loaded, task = load(str(laboratory_folder(LABORATORY)), dtype=torch.float32), tasks.build("sort")
+    loaded, task = load(str(laboratory_folder()), dtype=torch.float32), tasks.build("sort")
     prompts = [tasks.encode(task, problem, loaded.tokenizer) for problem in task.train[:600]]
     end = tuple(loaded.tokenizer(stop, add_special_tokens=False)["input_ids"][-1] for stop in task.stop)
     return loaded, prompts, SamplingParams(max_tokens=task.max_tokens, stop_ids=end, top_logprobs=1)
@@ -290,7 +290,7 @@ def undelivered(training: Training, like: Any, sampler: str, spacing: int) -> St
 
 def measure_mixture() -> None:
     """A mixture of 16 experts of which one sees a token, sampled in bfloat16."""
-    loaded = load(str(laboratory_folder(SWITCH)), dtype=torch.float32)
+    loaded = load(str(laboratory_folder("laboratory-switch")), dtype=torch.float32)
     drawn = draw(loaded, "bfloat16", NO_QUANTIZATION, 256, 8)
     real = drawn.batch.response_mask
     with torch.no_grad():

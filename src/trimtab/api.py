@@ -12,7 +12,7 @@ from trimtab.report.health import health
 from trimtab.report.run_report import write_report
 from trimtab.runs.reader import Run, read_run
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.config.schema import EnvironmentConfig
+from trimtab.trainer.config.rollout_sections import EnvironmentConfig
 from trimtab.trainer.display import PlainTextConsole, RunDisplay, progress_bar
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.ranks import is_follower

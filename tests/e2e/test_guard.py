@@ -26,7 +26,7 @@ from trimtab.errors import DivergedError, TrimtabError
 from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import CONFIG, METRICS, checkpoint_folder
 from trimtab.trainer import tasks
-from trimtab.trainer.checkpoint import snapshot, store
+from trimtab.trainer.checkpoint import run_state, store
 from trimtab.trainer.config import Config, load_config
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.models.load import LoadedModel
@@ -187,12 +187,12 @@ def becomes_infinite(monkeypatch: pytest.MonkeyPatch, calls: Container[int]) -> 
     """Plants a fault: the losses of these calls are infinite."""
     from trimtab.trainer.learner import Learner
 
-    own, count = Learner._guarded_step, iter(range(10_000))
+    own, count = Learner._step_if_finite, iter(range(10_000))
 
     def planted(self: Learner, loss_sum: Tensor, stats: Any) -> None:
         own(self, loss_sum + torch.inf if next(count) in calls else loss_sum, stats)
 
-    monkeypatch.setattr(Learner, "_guarded_step", planted)
+    monkeypatch.setattr(Learner, "_step_if_finite", planted)
 
 
 def test_losses_that_are_not_finite_return_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +213,14 @@ def test_a_second_return_keeps_the_line_of_the_first(tmp_path: Path, monkeypatch
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, observer = snapshot.go_back, Messages()
+    own, observer = run_state.go_back, Messages()
 
     def from_damaged(trainer: Any, steps: Sequence[int], halvings: int) -> Any:
         file = checkpoint_folder(trainer.run.checkpoint_root, max(steps)) / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
         return own(trainer, steps, halvings)
 
-    monkeypatch.setattr(snapshot, "go_back", from_damaged)
+    monkeypatch.setattr(run_state, "go_back", from_damaged)
     becomes_infinite(monkeypatch, range(6, 9))
     train(recipe(*GUARD, "trainer.steps=10", "eval.every=0"), out=tmp_path / "run", observer=observer)
     assert sum("step-000008 is damaged" in line and "using step-000004" in line for line in observer.lines) == 1
@@ -263,7 +263,7 @@ def test_killed_before_a_return_it_returns_when_resumed(
                 becomes_infinite(planted, range(5, 8))
             if name == "killed":
                 with planted.context() as dies:
-                    dies.setattr(snapshot, "go_back", Mock(side_effect=InterruptedError))
+                    dies.setattr(run_state, "go_back", Mock(side_effect=InterruptedError))
                     with pytest.raises(InterruptedError):
                         train(config, out=tmp_path / name)
             train(config, out=tmp_path / name, resume=name == "killed")

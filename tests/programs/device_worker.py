@@ -38,12 +38,12 @@ else:
     from tests.support.pretended_device import DEVICE
 
 SECTIONS = ("model", "optimizer")
-UPDATE, GUARD = "trainer/learner.py:_one_update", "trainer/learner.py:_guarded_step"
+UPDATE, STEP = "trainer/learner.py:_one_update", "trainer/learner.py:_step_if_finite"
 
 
 def phase(event: Event) -> str:
     """The part of a training step that waited for the device."""
-    if GUARD in event.functions:
+    if STEP in event.functions:
         return "update"
     if UPDATE in event.functions or "trainer/learner.py:logp" in event.functions:
         return "micro-batch"

@@ -16,7 +16,7 @@ from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Responses
+from trimtab.trainer.rollout.responses import ResponseSampler
 from trimtab.types import AbortSignal, Completion, Engine, Prompt, SamplingParams, TurnHandler
 
 _, TOKENIZER = build(0)
@@ -100,7 +100,7 @@ class Desk:
         self, engines: Sequence[Engine], scorer: rewards.Scorer, *, single_behavior: bool = False, **trainer: Any
     ) -> None:
         config = load_config({"trainer": {"prompts": 4, "samples": 2, "max_lag": 2, **trainer}})
-        responses = Responses(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
+        responses = ResponseSampler(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
         collector = Collector(config, responses, scorer)
         self.notes: list[str] = []
         self.buffer = Buffer(config.trainer, single_behavior=single_behavior)

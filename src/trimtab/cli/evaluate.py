@@ -19,7 +19,10 @@ from trimtab.plugins import allow_code
 from trimtab.runs.layout import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from trimtab.trainer.evaluation import TaskSpec
+    from trimtab.trainer.evaluation.eval_results import TextTable
 
 CHECKPOINT = re.compile(r"step-\d{6,}")
 
@@ -102,8 +105,23 @@ def evaluate(
         print_json(results.as_dict())
         return
     console = PlainTextConsole(width=terminal_width() or 10_000)  # no wrapping in a file or a pipe
-    for item in (*(table.table() for table in results.tables()), *results.remarks()):
+    for item in (*map(draw, results.tables()), *results.remarks()):
         console.print(item)
+
+
+def draw(table: TextTable) -> RenderableType:
+    """Returns a table for a terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(table.columns):
+        drawn.add_column(Text(name), justify="left" if number < table.labels else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    return Group(Text(table.title, style="bold"), drawn)
 
 
 @dataclass(frozen=True)

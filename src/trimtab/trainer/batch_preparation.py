@@ -18,7 +18,7 @@ from trimtab.objectives import advantages
 from trimtab.objectives.advantages import distillation_advantages, optimal_token_advantages
 from trimtab.runs.trajectories import Row
 from trimtab.trainer.learner import Learner
-from trimtab.trainer.memory import micro_batch_tokens
+from trimtab.trainer.memory import choose_micro_batch_tokens
 from trimtab.trainer.packing import (
     MicroBatch,
     MiniBatch,
@@ -99,9 +99,9 @@ def prepare_batch(groups: Sequence[Group], learner: Learner, pad_id: int) -> Bat
 
 def _token_advantages(minibatch: MiniBatch, rows: Sequence[Trajectory]) -> list[torch.Tensor]:
     """Returns (rows, time) advantages for each micro-batch. A group may be split over several micro-batches."""
-    time = max(micro.mask.shape[1] for micro in minibatch)
+    width = max(micro.mask.shape[1] for micro in minibatch)
     logp, squares, mask = (
-        torch.cat([F.pad(getattr(micro, name), (0, time - micro.mask.shape[1])) for micro in minibatch])
+        torch.cat([F.pad(getattr(micro, name), (0, width - micro.mask.shape[1])) for micro in minibatch])
         for name in ("proximal", "squares", "mask")
     )
     numbers = [row for micro in minibatch for row in micro.rows]
@@ -118,7 +118,7 @@ def _pack(rows: Sequence[Trajectory], learner: Learner, pad_id: int) -> list[Min
         groups.setdefault(trajectory.group, []).append(index)
     config, trainer, perturbation = learner.config, learner.config.trainer, learner.config.perturbation
     if learner.micro_batch_tokens is None and rows:
-        tokens = micro_batch_tokens(
+        tokens = choose_micro_batch_tokens(
             config,
             learner.model,
             learner.device,

@@ -65,12 +65,12 @@ class Guard:
         """Reads the logged steps of a resumed run, in place of those read so far."""
         self._steps = KeptSteps(self._task, rows, self.state.lost)
 
-    def marks(self, republished: Sequence[str] = ()) -> dict[str, Any]:
+    def take_metrics(self, republished: Sequence[str] = ()) -> dict[str, Any]:
         """Returns a step's guard metrics: returns so far, events. `republished`: why weights were published again."""
         for text in republished if self.is_on else ():
-            self.mark(text)
-        marks, self.state.marks = self.state.marks, {}
-        return marks | ({RETURNS: self.state.returns} if self.state.returns else {})
+            self.log_event(text)
+        metrics, self.state.marks = self.state.marks, {}
+        return metrics | ({RETURNS: self.state.returns} if self.state.returns else {})
 
     def judge(self, metrics: Mapping[str, Any], idle: int = 0) -> Sign | None:
         """Adds the metrics of a step; returns the first sign of a collapse in the steps so far.
@@ -112,9 +112,9 @@ class Guard:
 
     def needed_checkpoints(self, run: RunDirectory, step: int) -> set[int]:
         """Returns the steps whose checkpoints must not be deleted after `step`; only the leader deletes any."""
-        return self._steps.needed([*self.snapshots(run), step], self.config.every) if self.is_on else set()
+        return self._steps.needed([*self.checkpoint_steps(run), step], self.config.every) if self.is_on else set()
 
-    def snapshots(self, run: RunDirectory) -> list[int]:
+    def checkpoint_steps(self, run: RunDirectory) -> list[int]:
         """Returns the steps of all checkpoints, oldest first, without discarded steps."""
         counted = {0, *self._steps.numbers}
         saved = current_ranks().run_on_all_ranks(run.checkpoints)
@@ -124,7 +124,7 @@ class Guard:
         """Sets the learning rate of a run that has returned: its factor, and the update from which it falls to 0."""
         learner.lr_factor, learner.decay_from = self.config.lr_factor**self.state.returns, self.state.decay_from
 
-    def mark(self, text: str) -> None:
+    def log_event(self, text: str) -> None:
         """Appends to the text of the event that the next step logs."""
         logged = self.state.marks.get(EVENT)
         self.state.marks[EVENT] = text if logged is None else f"{logged}; {text}"
@@ -202,8 +202,8 @@ class KeptSteps:
         fallen = accuracy_falls(self._evaluations) if evaluated and "reward" in on else None
         return fallen or first_sign(self._history.steps(), on)
 
-    def needed(self, snapshots: Sequence[int], every: int) -> set[int]:
+    def needed(self, checkpoints: Sequence[int], every: int) -> set[int]:
         """Returns the steps whose checkpoints a return may need; see `needed_snapshots`."""
         trusted = trusted_step(self._steps)
         best = max(self._evaluations, key=lambda one: one.accuracy).step if self._evaluations else trusted
-        return needed_snapshots(snapshots, trusted, best, every=every)
+        return needed_snapshots(checkpoints, trusted, best, every=every)

@@ -213,9 +213,9 @@ class Learner:
                 if micro.rows and not perturbs and (micro.proximal is not None or "proximal" in self.objective.needs):
                     stats.add_drifts(micro, scores.logp.detach())
                 stats.tokens += sum(micro.tokens.places.lengths) if micro.rows else 0
-        self._guarded_step(loss_sum, stats)
+        self._step_if_finite(loss_sum, stats)
 
-    def _guarded_step(self, loss_sum: torch.Tensor, stats: StepStatistics) -> None:
+    def _step_if_finite(self, loss_sum: torch.Tensor, stats: StepStatistics) -> None:
         """Steps the optimizer, or skips the update if the loss or a gradient is not finite."""
         # Group 0 holds the policy. Modules of features have separate groups, outside of clipping and of the check
         # for finite weights: their gradients must not scale the policy's, and they may hold infinite values.

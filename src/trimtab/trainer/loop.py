@@ -31,7 +31,7 @@ from trimtab.errors import DivergedError, Stopped
 from trimtab.runs import trajectories
 from trimtab.trainer import guard_actions, step_statistics
 from trimtab.trainer.batch_preparation import Batch, prepare_batch
-from trimtab.trainer.checkpoint import snapshot
+from trimtab.trainer.checkpoint import run_state
 from trimtab.trainer.features.feature import StepRecord
 from trimtab.trainer.held_out import HeldOut
 from trimtab.trainer.models.sharding import named_weights
@@ -46,7 +46,7 @@ from trimtab.types import Engine
 
 
 @dataclass(kw_only=True)
-class Trainer(snapshot.TrainerState):
+class Trainer(run_state.TrainerState):
     """The state of one run and its training loop."""
 
     held_out: Sequence[HeldOut] = ()  # the problems of the run's own task come first
@@ -113,7 +113,7 @@ class Trainer(snapshot.TrainerState):
             self.observer.message(message)
         guard_actions.raise_if_exhausted(self)
         if self._is_idle_too_long():
-            snapshot.save_if_unsaved(self)
+            run_state.save_if_unsaved(self)
             raise self.idle.error(batch.trajectories, self.source.collector.sampling.max_tokens, self.step)
         return metrics
 
@@ -146,7 +146,7 @@ class Trainer(snapshot.TrainerState):
         except NonFiniteUpdateError as error:
             self.guard.step_failed(error, self.step)
             if error.weights_are_good:
-                snapshot.save_if_unsaved(self)
+                run_state.save_if_unsaved(self)
             saved = self.run.checkpoints()
             where = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet"
             raise DivergedError(f"{error}; {where}: {error.advice}") from None
@@ -180,7 +180,7 @@ class Trainer(snapshot.TrainerState):
         }
         if replaced := self.source.collector.stream.newly_replaced():
             metrics["prompt/dropped"] = replaced
-        metrics |= self.guard.marks(rollout.republished)
+        metrics |= self.guard.take_metrics(rollout.republished)
         record = StepRecord(self.step, version, batch.trajectories, rollout, stats)
         for feature in self.learner.features:
             metrics |= feature.end_step(record)
@@ -218,17 +218,17 @@ class Trainer(snapshot.TrainerState):
 
     def _save_if_due(self, evaluated: dict[str, float]) -> None:
         """Saves a checkpoint if one is due. If only the guard needs it, training does not wait for the disk."""
-        if self._is_due(self.config.checkpoint.every) or snapshot.has_improved(self, evaluated):
-            snapshot.save(self, evaluated)
+        if self._is_due(self.config.checkpoint.every) or run_state.has_improved(self, evaluated):
+            run_state.save(self, evaluated)
         elif self.guard.is_on and self.step % self.config.guard.every == 0:
-            snapshot.save(self, evaluated, wait=False)
+            run_state.save(self, evaluated, wait=False)
 
-    def log_restored(self, marks: Mapping[str, Any]) -> None:
+    def log_restored(self, metrics: Mapping[str, Any]) -> None:
         """Evaluates the policy that the guard restored, and logs and saves it as an additional step."""
         self.step += 1
         evaluated = self._evaluate("after")
-        self.run.log({"step": self.step, "updates": self.learner.updates, **marks, **evaluated})
-        snapshot.save(self, {})
+        self.run.log({"step": self.step, "updates": self.learner.updates, **metrics, **evaluated})
+        run_state.save(self, {})
 
     def _stop_if_requested(self) -> None:
         """Saves a checkpoint and raises `Stopped` if any rank was asked to end the run. Called between two steps."""
@@ -236,7 +236,7 @@ class Trainer(snapshot.TrainerState):
         if not signal_number:
             return
         if self.step:
-            snapshot.save_if_unsaved(self)
+            run_state.save_if_unsaved(self)
             self.observer.message(f"stopped after step {self.step}, which is saved")
         raise Stopped(signal_number)
 

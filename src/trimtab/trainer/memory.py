@@ -42,7 +42,7 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def micro_batch_tokens(
+def choose_micro_batch_tokens(
     config: Config,
     model: nn.Module,
     device: torch.device,
@@ -63,7 +63,7 @@ def micro_batch_tokens(
         return chosen
     if device.type != "cuda":
         return CPU_TOKENS
-    shape, available = Shape.of(model.config), MARGIN * free_memory(device)  # pyright: ignore[reportArgumentType]
+    sizes, available = DecoderSizes.of(model.config), MARGIN * free_memory(device)  # pyright: ignore[reportArgumentType]
     master = getattr(torch, config.model.dtype).itemsize
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     state = 0 if config.sharding.offload else 3 * trained * master / ranks
@@ -72,17 +72,17 @@ def micro_batch_tokens(
     numbers = {"master": master, "compute": compute, "recompute": config.model.gradient_checkpointing}
     for tokens in [size for size in reversed(SIZES) if size <= most]:
         rows, most_run = max(1, tokens // (prompt + response)), max(tokens, prompt + response)
-        rank = Rank(
+        load = UpdateLoad(
             ranks=ranks, tokens=most_run, scored=rows * response, rows=rows, prompt=prompt, response=response, **numbers
         )
-        terms = rank_memory(shape, rank)
+        terms = rank_memory(sizes, load)
         if state + sum(terms[name] for name in ("copies", "kept", "layer", "attention", "head")) <= available:
             return tokens
     return SIZES[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderSizes:
     """The sizes of a decoder: gated feed-forward network, grouped-query attention, RMS norms."""
 
     layers: int
@@ -98,7 +98,7 @@ class Shape:
     qk_norm: bool = False  # whether queries and keys are normalized
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> Shape:
+    def of(cls, config: PreTrainedConfig) -> DecoderSizes:
         """Returns the sizes of the model that a transformers configuration describes, without allocating weights."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -128,7 +128,7 @@ def _parameters(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class UpdateLoad:
     """The sharding and the micro-batch of one training process."""
 
     ranks: int
@@ -149,81 +149,81 @@ class Rank:
         return self.rows * (self.prompt + self.response)
 
 
-def rank_memory(shape: Shape, rank: Rank) -> dict[str, float]:
+def rank_memory(sizes: DecoderSizes, load: UpdateLoad) -> dict[str, float]:
     """Returns the bytes on the device at the peak of an update, by term."""
-    compute, hidden = rank.compute, shape.hidden
-    shard = 0.0 if rank.offload else shape.parameters * rank.master / rank.ranks
-    layer = layer_activations(shape, rank) * rank.tokens
+    compute, hidden = load.compute, sizes.hidden
+    shard = 0.0 if load.offload else sizes.parameters * load.master / load.ranks
+    layer = layer_activations(sizes, load) * load.tokens
     # The last residual, its norm, and the output of that norm.
-    last = 3 * FLOAT32 * hidden * rank.tokens
-    if rank.recompute:
-        kept = shape.layers * FLOAT32 * hidden * rank.tokens + last
+    last = 3 * FLOAT32 * hidden * load.tokens
+    if load.recompute:
+        kept = sizes.layers * FLOAT32 * hidden * load.tokens + last
     else:
-        scores = rank.rows * shape.heads * rank.response * (rank.prompt + rank.response)
-        attention = scores * compute if rank.cpu and scores <= MAX_SAVED_SCORES else 0.0
-        if not rank.cpu:  # besides packed tokens, rows of a prompt and a response each
-            rows = rank.row_tokens * (2 * compute * (shape.queries + shape.keys) + FLOAT32 * shape.heads)
-            attention = rows - rank.tokens * compute * (shape.queries + 2 * shape.keys)
-        kept = shape.layers * (layer + attention) + last
-    logits = rank.scored * shape.vocabulary * compute
+        scores = load.rows * sizes.heads * load.response * (load.prompt + load.response)
+        attention = scores * compute if load.cpu and scores <= MAX_SAVED_SCORES else 0.0
+        if not load.cpu:  # besides packed tokens, rows of a prompt and a response each
+            rows = load.row_tokens * (2 * compute * (sizes.queries + sizes.keys) + FLOAT32 * sizes.heads)
+            attention = rows - load.tokens * compute * (sizes.queries + 2 * sizes.keys)
+        kept = sizes.layers * (layer + attention) + last
+    logits = load.scored * sizes.vocabulary * compute
     kept += logits if logits <= KEPT_LOGITS else 0.0
     # Gradients in the widest part of a layer, and with checkpointing its activations.
-    gradients = (3 * compute * shape.inner + 3 * FLOAT32 * hidden) * rank.tokens
+    gradients = (3 * compute * sizes.inner + 3 * FLOAT32 * hidden) * load.tokens
     # Hidden states and their gradient in float32 and in the dtype of the products.
-    states = rank.scored * hidden * (2 * FLOAT32 + 2 * compute)
+    states = load.scored * hidden * (2 * FLOAT32 + 2 * compute)
     # Both sides of a tile are larger on an accelerator.
-    tile = TILE_TOKENS * TILE_VOCABULARY * (1 if rank.cpu else fused_head.ACCELERATED**2)
+    tile = TILE_TOKENS * TILE_VOCABULARY * (1 if load.cpu else fused_head.ACCELERATED**2)
     return {
         "weights": shard,
         "gradients": shard,
         "optimizer": 2 * shard,
-        "copies": _copies(shape, rank),
+        "copies": _copies(sizes, load),
         "kept": kept,
-        "layer": gradients + (layer if rank.recompute else 0.0),
-        "attention": _attention(shape, rank),
-        "head": states + 3 * tile * FLOAT32 + shape.vocabulary * shape.hidden * rank.master,
+        "layer": gradients + (layer if load.recompute else 0.0),
+        "attention": _attention(sizes, load),
+        "head": states + 3 * tile * FLOAT32 + sizes.vocabulary * sizes.hidden * load.master,
     }
 
 
-def layer_activations(shape: Shape, rank: Rank) -> float:
+def layer_activations(sizes: DecoderSizes, load: UpdateLoad) -> float:
     """Returns the bytes per token that a layer keeps for its backward."""
     # The residual before attention and before the feed-forward network, and the norms of both.
-    residuals = 4 * FLOAT32 * shape.hidden
+    residuals = 4 * FLOAT32 * sizes.hidden
     # Autocast makes a rounded copy of the input of every product: queries, keys, values, gate and up. In float32 the
     # CPU kernels make a padded copy instead.
-    inputs = 5 * rank.compute * shape.hidden
-    attention = rank.compute * (2 * shape.queries + 2 * shape.keys)
-    if shape.qk_norm:
-        attention += (2 * FLOAT32) * (shape.queries + shape.keys)
-    return residuals + inputs + attention + 4 * rank.compute * shape.inner
+    inputs = 5 * load.compute * sizes.hidden
+    attention = load.compute * (2 * sizes.queries + 2 * sizes.keys)
+    if sizes.qk_norm:
+        attention += (2 * FLOAT32) * (sizes.queries + sizes.keys)
+    return residuals + inputs + attention + 4 * load.compute * sizes.inner
 
 
-def _copies(shape: Shape, rank: Rank) -> float:
-    if rank.ranks == 1:
-        return 0.0 if rank.compute == rank.master else shape.layers * shape.layer * rank.compute
+def _copies(sizes: DecoderSizes, load: UpdateLoad) -> float:
+    if load.ranks == 1:
+        return 0.0 if load.compute == load.master else sizes.layers * sizes.layer * load.compute
     # The current and the next layer, gathered; the full gradient of one layer, and its copy during reduce-scatter.
-    layers = 2 * shape.layer * rank.compute + shape.layer * (rank.compute + FLOAT32)
+    layers = 2 * sizes.layer * load.compute + sizes.layer * (load.compute + FLOAT32)
     # Embedding and head, gathered in the master dtype until the backward ends; the term `head` has the head's gradient.
-    outside = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
-    return layers + (2 * outside - shape.vocabulary * shape.hidden) * rank.master
+    outside = sizes.vocabulary * sizes.hidden * (1 if sizes.tied else 2)
+    return layers + (2 * outside - sizes.vocabulary * sizes.hidden) * load.master
 
 
-def _attention(shape: Shape, rank: Rank) -> float:
-    if not rank.cpu:
-        channels = shape.queries + 2 * shape.keys
+def _attention(sizes: DecoderSizes, load: UpdateLoad) -> float:
+    if not load.cpu:
+        channels = sizes.queries + 2 * sizes.keys
         # Output and its gradient, gradients of rows in both dtypes, and gradients of the packed tokens.
-        rows = rank.row_tokens * (2 * rank.compute * shape.queries + (rank.compute + FLOAT32) * channels)
-        return rows + 2 * FLOAT32 * rank.tokens * channels
-    keys = rank.prompt + rank.response
-    row_scores, masks = shape.heads * rank.response * keys, rank.rows * rank.response * keys
-    is_split = row_scores > BLOCK_SCORES and rank.response > BLOCK_QUERIES
+        rows = load.row_tokens * (2 * load.compute * sizes.queries + (load.compute + FLOAT32) * channels)
+        return rows + 2 * FLOAT32 * load.tokens * channels
+    keys = load.prompt + load.response
+    row_scores, masks = sizes.heads * load.response * keys, load.rows * load.response * keys
+    is_split = row_scores > BLOCK_SCORES and load.response > BLOCK_QUERIES
     if is_split:
-        block = shape.heads * keys * max(BLOCK_QUERIES, BLOCK_SCORES // (shape.heads * keys))
+        block = sizes.heads * keys * max(BLOCK_QUERIES, BLOCK_SCORES // (sizes.heads * keys))
     else:
-        block = max(row_scores, min(BLOCK_SCORES, rank.rows * row_scores))
+        block = max(row_scores, min(BLOCK_SCORES, load.rows * row_scores))
     # Masks are kept for all layers, or computed per block from positions.
-    mask = masks * FLOAT32 if masks <= MAX_SAVED_SCORES else block / shape.heads * (FLOAT32 + 10)
+    mask = masks * FLOAT32 if masks <= MAX_SAVED_SCORES else block / sizes.heads * (FLOAT32 + 10)
     # The gradient of keys and values, accumulated over the blocks of a row.
-    gradient_sums = 2 * rank.rows * keys * shape.keys * FLOAT32 if is_split else 0.0
+    gradient_sums = 2 * load.rows * keys * sizes.keys * FLOAT32 if is_split else 0.0
     # Backward of a block: scores, probabilities and the gradients of both in float32, and rounded probabilities.
-    return block * (4 * FLOAT32 + rank.compute) + mask + gradient_sums
+    return block * (4 * FLOAT32 + load.compute) + mask + gradient_sums

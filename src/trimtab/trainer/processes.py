@@ -51,11 +51,9 @@ class WorkerProcess:
     any reason, the child and everything it started end too. Only one thread at a time may send and receive. Another
     thread may call `close` or `kill`; `send` and `receive` then raise.
 
-    Args:
-        module: the `__main__` module of the child, which does not import this process's `__main__`.
-        environment: variables to add to this process's environment.
-        show_output: whether the child's output appears on the standard error of this process. Otherwise it goes to an
-            unnamed file, whose last line `last_output` returns.
+    module: the `__main__` module of the child, which does not import this process's `__main__`. environment: variables
+    to add to this process's environment. show_output: whether the child's output appears on the standard error of this
+    process. Otherwise it goes to an unnamed file, whose last line `last_output` returns.
     """
 
     def __init__(self, module: str, *, environment: Mapping[str, str] | None = None, show_output: bool = False) -> None:
@@ -130,10 +128,9 @@ class Parent:
     """The child's end of a `WorkerProcess`. The child and everything it started are killed when the parent closes the
     connection or ends for any reason.
 
-    Args:
-        receive: called with every message, in the thread that reads the connection, even while the child works.
-        progress: a number to send as a heartbeat, once a second; None while the parent awaits no answer.
-        close: called in that thread when the parent is gone, before the child is killed.
+    receive: called with every message, in the thread that reads the connection, even while the child works. progress: a
+    number to send as a heartbeat, once a second; None while the parent awaits no answer. close: called in that thread
+    when the parent is gone, before the child is killed.
     """
 
     def __init__(

@@ -19,10 +19,10 @@ from trimtab.runs import provenance
 from trimtab.runs.directory import RunDirectory
 from trimtab.trainer import custom_objective, environments, rewards, tasks
 from trimtab.trainer.build_model import build_model, prepare_model, save_model_files
-from trimtab.trainer.checkpoint import snapshot
+from trimtab.trainer.checkpoint import run_state
 from trimtab.trainer.config import BATCH_BASELINE, DISTILLATION, Config
 from trimtab.trainer.config.consistency import refuse
-from trimtab.trainer.config.schema import LoraConfig
+from trimtab.trainer.config.training_sections import LoraConfig
 from trimtab.trainer.engines.factory import build_engines
 from trimtab.trainer.environments import BuiltEnvironment
 from trimtab.trainer.features import build_features
@@ -43,10 +43,10 @@ from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.canary import Canary
 from trimtab.trainer.rollout.collector import Collector
-from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
-from trimtab.trainer.rollout.prefixes import PrefixedResponses
+from trimtab.trainer.rollout.demonstrations import DemonstratedSampler
+from trimtab.trainer.rollout.prefixes import PrefixedSampler
 from trimtab.trainer.rollout.prompts import PromptStream, smallest_context
-from trimtab.trainer.rollout.responses import EpisodeResponses, Responses
+from trimtab.trainer.rollout.responses import EpisodeSampler, ResponseSampler
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.stop import Stop
 from trimtab.types import Engine, Problem, RewardSpec, SamplingParams, Task
@@ -127,7 +127,7 @@ def train(
         trainer.stop = stop
         cleanup.callback(trainer.source.close)
         if resume:
-            snapshot.resume(trainer)
+            run_state.resume(trainer)
         if run.writes:
             first, ranks = trainer.step + 1, current_ranks().size
             trainer.sinks = open_sinks(config.log, run.path, first_step=first)
@@ -220,7 +220,7 @@ def build_trainer(
         features = list(build_features(config, model, parts.objective, canary, ranks, observer.message))
         collector = _build_collector(config, parts, loaded, [getattr(engine, "context", None) for engine in engines])
         own, *others = parts.held_out
-        if isinstance(collector.responses, EpisodeResponses):
+        if isinstance(collector.responses, EpisodeSampler):
             own = replace(own, episodes=collector.responses.runner)
         trainer = Trainer(
             config=config,
@@ -284,17 +284,17 @@ def _build_collector(
     max_prompt = config.sampling.max_prompt_tokens or room
     stream = PromptStream(parts.task, loaded.tokenizer, config.seed, max_prompt=max_prompt)
     if config.prefix is not None:
-        responses = PrefixedResponses(config, stream, sampling)
+        sampler = PrefixedSampler(config, stream, sampling)
     elif config.demonstrations is not None:
-        responses = DemonstratedResponses.load(config, stream, sampling, of_model)
+        sampler = DemonstratedSampler.load(config, stream, sampling, of_model)
     elif parts.environment is not None:
         runner = parts.environment.runner(
             loaded.tokenizer, sampling.max_tokens, partial(tasks.encode, parts.task), room
         )
-        responses = EpisodeResponses(config, stream, sampling, runner)
+        sampler = EpisodeSampler(config, stream, sampling, runner)
     else:
-        responses = Responses(config, stream, sampling)
-    return Collector(config, responses, parts.scorer, context)
+        sampler = ResponseSampler(config, stream, sampling)
+    return Collector(config, sampler, parts.scorer, context)
 
 
 def sampling_params(config: Config, task: Task, *, centered: bool) -> SamplingParams:

@@ -15,9 +15,10 @@ from trimtab.errors import TrimtabError
 from trimtab.files import new_folder, readable_errors
 from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, OptimConfig, load_config
-from trimtab.trainer.memory import micro_batch_tokens
+from trimtab.trainer.memory import choose_micro_batch_tokens
+from trimtab.trainer.models import laboratory
 from trimtab.trainer.models.bundled import cache_root
-from trimtab.trainer.models.load import LABORATORY, LONG, TOOLS, LoadedModel, default_device, load, silence_transformers
+from trimtab.trainer.models.load import LoadedModel, default_device, load, silence_transformers
 from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.observer import NullObserver, Observer
 from trimtab.trainer.optim import build_optimizer, learning_rate, repeatable
@@ -54,13 +55,14 @@ def supervised_warm_start(config: Config, *, out: Path, observer: Observer | Non
     return metrics
 
 
-def laboratory_folder(name: str = LABORATORY, run: Config | None = None) -> Path:
+def laboratory_folder(name: str = laboratory.NAME, run: Config | None = None) -> Path:
     """Returns the folder of a warm-started laboratory model; the first call trains it, in seconds or two minutes.
 
     The folder name has a digest of the recipe and Trimtab's version. `run` sets `[sft]` and, if the model's characters
     can write it, the task. Runs that differ only in their seed share one model, unless `sft.seed` is given.
     """
-    config = load_config(name if name in (TOOLS, LONG) else LABORATORY, [f"model.path={name}"])
+    has_recipe = name in (laboratory.TOOLS, laboratory.LONG)
+    config = load_config(name if has_recipe else laboratory.NAME, [f"model.path={name}"])
     if run is not None:
         task = run.task if run.task.name in (config.task.name, "mixture") else config.task
         config = config.model_copy(update={"task": task, "sft": run.sft})
@@ -87,7 +89,7 @@ def _fit(config: Config, task: Task, loaded: LoadedModel, observer: Observer) ->
         rows = _gold_rows(loaded.tokenizer, stream, step * sft.batch, sft.batch)
         if step == 0:
             prompt, response = max(len(row.prompt.ids) for row in rows), max(map(len, rows))
-            budget = micro_batch_tokens(config, model, device, prompt=prompt, response=response)
+            budget = choose_micro_batch_tokens(config, model, device, prompt=prompt, response=response)
         parts = micro_batches(rows, [[index] for index in range(len(rows))], budget)
         micros = [to_tensors(rows, chosen, stream.pad_id, device) for chosen in parts]
         tokens = sum(int(micro.mask.sum()) for micro in micros)

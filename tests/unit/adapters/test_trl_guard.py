@@ -11,7 +11,7 @@ import torch
 from trimtab.adapters.trl_guard import Guard, checkpoint_advice, copied
 from trimtab.adapters.trl_shared import TrainsObjective
 from trimtab.errors import TrimtabError
-from trimtab.trainer.config.sections import GuardConfig
+from trimtab.trainer.config.training_sections import GuardConfig
 
 
 def test_its_numbers_are_those_of_the_recipe() -> None:

@@ -31,7 +31,7 @@ from trimtab.objectives import (
 from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, value_at
 from trimtab.objectives.lookup import from_section
 from trimtab.objectives.presets import COMPOSED, PRESETS
-from trimtab.trainer.config import load_config, recipe_names, sections
+from trimtab.trainer.config import load_config, recipe_names, training_sections
 
 SHARED = {"aggregation", "length_max", "denominator", "kl", "kl_coef", "entropy_coef"}
 
@@ -202,7 +202,7 @@ def test_a_part_may_have_annotations_that_are_types(monkeypatch):
 
 
 def test_the_recipe_knows_the_names_of_the_parts():
-    names = (sections.COMPOSED, sections.OBJECTIVE_PARTS)
+    names = (training_sections.COMPOSED, training_sections.OBJECTIVE_PARTS)
     assert (COMPOSED.objective.name, PART_KEYS) == names
 
 

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trimtab.errors import TrimtabError
 from trimtab.trainer import learner, memory, run
 from trimtab.trainer.config import Config, load_config
-from trimtab.trainer.memory import Rank, Shape, layer_activations, rank_memory
+from trimtab.trainer.memory import DecoderSizes, UpdateLoad, layer_activations, rank_memory
 from trimtab.trainer.models import packed_attention
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.trainer.run import out_of_memory_as_user_error
 
-TINY = Shape(
+TINY = DecoderSizes(
     layers=2, hidden=4, heads=2, queries=4, keys=2, inner=8, vocabulary=10, layer=152, parameters=348, tied=True
 )
 ROWS, PROMPT, RESPONSE = 24, 16, 41
@@ -45,18 +45,18 @@ SEVEN = AutoConfig.for_model(
     vocab_size=152064,
     tie_word_embeddings=False,
 )
-ONE = Rank(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
+ONE = UpdateLoad(ranks=1, tokens=100, scored=80, rows=4, prompt=20, response=20)
 
 
 def test_a_configuration_gives_the_sizes_of_its_model() -> None:
-    seven = Shape.of(SEVEN)
-    assert seven == Shape(28, 3584, 28, 3584, 512, 18944, 152064, seven.layer, 7_615_616_512, tied=False)
+    seven = DecoderSizes.of(SEVEN)
+    assert seven == DecoderSizes(28, 3584, 28, 3584, 512, 18944, 152064, seven.layer, 7_615_616_512, tied=False)
     # Queries, keys, values with biases, the output, three matrices of the network, two norms.
     assert seven.layer == 3584 * (2 * 3584 + 2 * 512 + 3 * 18944 + 2) + 3584 + 2 * 512
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-    shape = Shape.of(AutoConfig.for_model("qwen3_moe", **SMALL, **mixture))
-    assert (shape.inner, shape.qk_norm) == (2 * 24, True)
-    assert shape.layer == 96 * (4 * 6 * 16 - 2 * 4 * 16) + 2 * 16 + 4 * 3 * 96 * 24 + 4 * 96 + 2 * 96
+    sizes = DecoderSizes.of(AutoConfig.for_model("qwen3_moe", **SMALL, **mixture))
+    assert (sizes.inner, sizes.qk_norm) == (2 * 24, True)
+    assert sizes.layer == 96 * (4 * 6 * 16 - 2 * 4 * 16) + 2 * 16 + 4 * 3 * 96 * 24 + 4 * 96 + 2 * 96
 
 
 def test_sixteen_bytes_for_a_parameter() -> None:
@@ -80,8 +80,8 @@ def test_checkpointing_keeps_one_input_for_each_layer() -> None:
 
 
 def test_ranks_share_weights_but_not_activations() -> None:
-    shape = Shape.of(SEVEN)
-    two, four = (rank_memory(shape, replace(ONE, ranks=ranks)) for ranks in (2, 4))
+    sizes = DecoderSizes.of(SEVEN)
+    two, four = (rank_memory(sizes, replace(ONE, ranks=ranks)) for ranks in (2, 4))
     for term in ("weights", "gradients", "optimizer"):
         assert two[term] == 2 * four[term]
     for term in ("copies", "kept", "layer", "attention", "head"):
@@ -125,8 +125,8 @@ def test_an_accelerator_keeps_rows_and_no_scores() -> None:
 
 
 def test_attention_of_long_rows_grows_with_their_length_on_a_cpu() -> None:
-    shape, one = Shape.of(SEVEN), replace(ONE, rows=1, cpu=True)
-    once, twice = (rank_memory(shape, replace(one, response=n))["attention"] for n in (16384, 32768))
+    sizes, one = DecoderSizes.of(SEVEN), replace(ONE, rows=1, cpu=True)
+    once, twice = (rank_memory(sizes, replace(one, response=n))["attention"] for n in (16384, 32768))
     # 28 heads x 128 queries x 16404 keys, 18 bytes a score, and 14 for each pair of positions.
     assert once == pytest.approx(28 * 128 * 16404 * 18 + 128 * 16404 * 14 + 2 * 16404 * 512 * 4)
     assert twice < 2 * once
@@ -168,9 +168,9 @@ def test_the_formula_counts_what_autograd_saves(kind: str, cpu: bool, monkeypatc
     if not cpu:  # the path of an accelerator
         monkeypatch.setattr(packed_attention, "MIN_WIDTH", 1)
     # A response's last token predicts nothing and is not run.
-    rank = Rank(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE, cpu=cpu)
+    load = UpdateLoad(1, PROMPT + ROWS * (RESPONSE - 1), ROWS * RESPONSE, ROWS, PROMPT, RESPONSE, cpu=cpu)
     built = model(kind)
-    computed = rank_memory(Shape.of(built.config), rank)
+    computed = rank_memory(DecoderSizes.of(built.config), load)
     assert computed["kept"] + computed["copies"] == pytest.approx(kept(built), rel=0.03)
 
 
@@ -206,7 +206,7 @@ def chosen(gib: float, monkeypatch: pytest.MonkeyPatch, *, model: Any = None, de
     monkeypatch.setattr(memory, "free_memory", lambda _: gib * 2**30)
     config = load_config("quickstart", [f"{key.replace('__', '.')}={value}" for key, value in sets.items()])
     lengths = {"prompt": 64, "response": 512}
-    return memory.micro_batch_tokens(config, model or qwen(), torch.device(device), **lengths)
+    return memory.choose_micro_batch_tokens(config, model or qwen(), torch.device(device), **lengths)
 
 
 def test_micro_batches_grow_with_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_micro_batches_grow_with_the_free_memory(monkeypatch: pytest.MonkeyPatch
 def test_several_ranks_have_a_micro_batch_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda _: 200 * 2**30)
     lengths = {"prompt": 64, "response": 512, "ranks": 4}
+    config, cuda = load_config("quickstart"), torch.device("cuda")
     budgets = [
-        memory.micro_batch_tokens(load_config("quickstart"), qwen(), torch.device("cuda"), update=tokens, **lengths)
-        for tokens in (40_000, 1_000)
+        memory.choose_micro_batch_tokens(config, qwen(), cuda, update=tokens, **lengths) for tokens in (40_000, 1_000)
     ]
     assert budgets == [8192, 512]
 

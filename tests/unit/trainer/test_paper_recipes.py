@@ -52,9 +52,9 @@ def split(config: Config) -> tuple[int, int, int]:
     return config.engine.workers, config.engine.vllm.tensor_parallel, 8 - config.engine.workers
 
 
-def shape(path: str) -> Any:
+def sizes(path: str) -> Any:
     kind, layers, hidden, heads, kv, inner, vocabulary, tied = SIZES[path]
-    return estimate.Shape.of(
+    return estimate.DecoderSizes.of(
         AutoConfig.for_model(
             kind,
             num_hidden_layers=layers,
@@ -73,12 +73,12 @@ def memory(config: Config) -> float:
     """Bytes of a training rank for one micro-batch of responses of full length after prompts of 512 tokens."""
     longest, trainer = config.sampling.max_tokens, config.trainer
     rows = min(trainer.samples, max(1, (trainer.micro_batch_tokens - 512) // longest))
-    rank = estimate.Rank(
+    load = estimate.UpdateLoad(
         *(split(config)[2], 512 + rows * longest, rows * longest, rows, 512, longest),
         recompute=config.model.gradient_checkpointing,
         offload=config.sharding.offload,
     )
-    return sum(estimate.rank_memory(shape(config.model.path), rank).values())
+    return sum(estimate.rank_memory(sizes(config.model.path), load).values())
 
 
 def test_every_recipe_of_a_paper_is_here() -> None:
@@ -93,7 +93,7 @@ def test_it_has_the_figures_of_its_paper_and_fits(name: str) -> None:
     assert (objective.name, trainer.prompts, trainer.samples) == (expected, prompts, samples)
     assert (trainer.updates_per_step, config.sampling.max_tokens) == (updates, longest)
     check_recipe(config, objective, world_size=4)
-    assert shape(config.model.path).parameters / 1e9 == pytest.approx(billions, rel=0.05)
+    assert sizes(config.model.path).parameters / 1e9 == pytest.approx(billions, rel=0.05)
     assert config.engine.vllm.context >= longest + 512
     assert memory(config) < ROOM
 

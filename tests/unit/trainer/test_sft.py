@@ -40,8 +40,8 @@ def test_the_size_of_micro_batches_is_chosen_before_the_first_update_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later the optimizer's state, which the choice counts as still to come, is allocated."""
-    calls, choose = [], sft.micro_batch_tokens
-    monkeypatch.setattr(sft, "micro_batch_tokens", lambda *args, **sizes: calls.append(sizes) or choose(*args, **sizes))
+    calls, name, choose = [], "choose_micro_batch_tokens", sft.choose_micro_batch_tokens
+    monkeypatch.setattr(sft, name, lambda *args, **sizes: calls.append(sizes) or choose(*args, **sizes))
     supervised_warm_start(load_config("laboratory", SMALL), out=tmp_path / "model")
     assert calls == [{"prompt": 3, "response": 3}]
 

@@ -24,7 +24,7 @@ from trimtab.trainer.models.logprobs import score
 from trimtab.trainer.packing import MicroBatch, micro_batches, to_tensors
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
-from trimtab.trainer.rollout.demonstrations import DemonstratedResponses
+from trimtab.trainer.rollout.demonstrations import DemonstratedSampler
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.trainer.step_statistics import StepStatistics
@@ -49,7 +49,7 @@ def recipe(**trainer: object) -> Config:
 
 def feed(scorer: rewards.Scorer, config: Config) -> SyncSource:
     """Sampled responses are always "99." (two digits: wrong), traces are gold answers."""
-    responses = DemonstratedResponses.load(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING, 64)
+    responses = DemonstratedSampler.load(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING, 64)
     script = {item.problem.id: ["99."] for item in PromptStream(TASK, TOKENIZER, seed=0).at(0, 64)}
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)

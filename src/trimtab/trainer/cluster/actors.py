@@ -16,7 +16,7 @@ from typing import Any
 from trimtab.errors import TrimtabError, first_line
 from trimtab.plugins import require_extra
 from trimtab.trainer.config import Config
-from trimtab.trainer.config.sections import RayConfig
+from trimtab.trainer.config.schema import RayConfig
 
 MAX_CONCURRENT_CALLS = 5  # per actor: the long call, its abort, the report, the result of a turn, and one to spare
 

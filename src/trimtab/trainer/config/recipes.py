@@ -19,9 +19,11 @@ from trimtab.errors import TrimtabError, did_you_mean, explain, first_problem, n
 from trimtab.files import parse_toml, regular_file
 from trimtab.runs.layout import CONFIG
 from trimtab.text import without_credentials
+from trimtab.trainer.config.base import PluginSection
 from trimtab.trainer.config.consistency import contradictions, refuse
-from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config, TaskConfig
-from trimtab.trainer.config.sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig, PluginSection
+from trimtab.trainer.config.rollout_sections import TaskConfig
+from trimtab.trainer.config.schema import DEPENDENT_SECTIONS, Config
+from trimtab.trainer.config.training_sections import COMPOSED, OBJECTIVE_PARTS, ObjectiveConfig
 
 _DEFAULT_NAMES = {
     "objective": ObjectiveConfig.model_fields["name"].default,

@@ -4,6 +4,6 @@
 - `embedded`: samples with the trainer's own model; `vllm`: with vLLM; `server`: on running inference servers.
 - `remote`: runs an embedded or vLLM engine in another process, behind a transport.
 
-All engines share these modules: `request` validates requests, `decoding_rows` holds a call with its responses and
-applies the results of turns, `stopping` detects the end of a response, `weight_transfer` checks and shares new weights.
+All engines share these modules: `request` validates requests, `decoding_rows` holds a call with its responses,
+`stopping` detects the end of one, `turn_exchange` applies results of turns, `weight_transfer` shares weights.
 """

@@ -31,10 +31,8 @@ def build_engines(
     Worker processes start at once and load while the caller continues; the number of threads of this process is reduced
     to its share.
 
-    Args:
-        loaded: the model that is trained.
-        folder: its config, generation config and tokenizer; weights are not read.
-        notify: called with a line of text while this process waits for servers.
+    loaded: the model that is trained. folder: its config, generation config and tokenizer; weights are not read.
+    notify: called with a line of text while this process waits for servers.
     """
     if config.engine.type == "server":
         from trimtab.trainer.engines.server.server_engine import ServerEngine
@@ -49,10 +47,8 @@ def build_engines(
 def build_engine(config: Config, folder: Path, loaded: LoadedModel | None = None) -> Engine:
     """Returns the embedded or the vLLM engine of a recipe, in this process.
 
-    Args:
-        folder: config, generation config and tokenizer of the model.
-        loaded: the model that is trained, or None if it is in another process. With None, the weights of the engine
-            are arbitrary until the first update.
+    folder: config, generation config and tokenizer of the model. loaded: the model that is trained, or None if it is in
+    another process. With None, the weights of the engine are arbitrary until the first update.
     """
     if config.engine.type == "vllm":
         from trimtab.trainer.engines.vllm.vllm_engine import VllmEngine

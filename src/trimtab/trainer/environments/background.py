@@ -23,10 +23,9 @@ class EnvironmentFailed(Exception):
 class BackgroundCall(Future[Any]):
     """A function call that an `EnvironmentThread` runs. It times out `timeout` seconds after it started.
 
-    Args:
-        convert: converts the result of the function, in the same thread and within the same timeout.
-        slots: limits how many calls run at a time. While a call waits for a slot, its time does not run. Only for
-            functions that always end: a call that times out keeps its slot until it has ended.
+    convert: converts the result of the function, in the same thread and within the same timeout. slots: limits how many
+    calls run at a time. While a call waits for a slot, its time does not run. Only for functions that always end: a
+    call that times out keeps its slot until it has ended.
     """
 
     def __init__(
@@ -67,9 +66,7 @@ class BackgroundCall(Future[Any]):
     def value(self) -> Any:
         """Returns the value of the call, after `wait` returned True.
 
-        Raises:
-            EnvironmentFailed: the call timed out.
-            Exception: the function or `convert` raised it.
+        Raises `EnvironmentFailed` if the call timed out, and what the function or `convert` raised.
         """
         if not self.done():
             raise self._given_up()

@@ -59,9 +59,7 @@ class Session:
     async def send(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a message and returns the data of the answer. The first call opens the connection.
 
-        Raises:
-            ServerError: the server answers with an error.
-            OSError: the server cannot be reached.
+        Raises `ServerError` if the server answers with an error, and `OSError` if it cannot be reached.
         """
         from websockets.asyncio.client import connect
         from websockets.exceptions import ConnectionClosed
@@ -130,9 +128,7 @@ class OpenEnv:
 def read_observation(observation: Mapping[str, Any], field: str | None) -> str:
     """Returns the text of an observation that the model reads; `field` is `Options.observation`.
 
-    Raises:
-        ServerError: the observation does not have the field.
-        ValueError: a tool of the server failed.
+    Raises `ServerError` if the observation does not have the field, and `ValueError` if a tool of the server failed.
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     if "tool_name" in fields:

@@ -121,20 +121,6 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     labels: int = 1
 
-    def table(self) -> Any:
-        """Returns the table for a terminal, as a rich renderable."""
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for number, name in enumerate(self.columns):
-            table.add_column(Text(name), justify="left" if number < self.labels else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(*(Text(cell) for cell in row))
-        return Group(Text(self.title, style="bold"), table)
-
 
 @dataclass(frozen=True)
 class Results:

@@ -247,11 +247,9 @@ def compare(
 ) -> Results:
     """Measures every model on every task with the embedded engine.
 
-    Args:
-        models: bundled names, folders, HF ids or `ModelSpec`s; only one model is in memory at a time.
-        specs: names of tasks or `TaskSpec`s.
-        progress: called as `progress(name, done, all)` with numbers of problems, at first with `done` = 0.
-        notes: lines to show below the tables, before the notes of the tasks.
+    models: bundled names, folders, HF ids or `ModelSpec`s; only one model is in memory at a time. specs: names of tasks
+    or `TaskSpec`s. progress: called as `progress(name, done, all)` with numbers of problems, at first with `done` = 0.
+    notes: lines to show below the tables, before the notes of the tasks.
     """
     modes = settings.modes()
     model_specs = [ModelSpec(one, partial(nullcontext, one)) if isinstance(one, str) else one for one in models]

@@ -1,6 +1,6 @@
 """Optional parts of training; `build_features` lists them.
 
-Each method has its own file; features that only add metrics and checks are in `measurements`.
+Each method has its own file; features that only add metrics are in `measurements`, those that end a run in `checks`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,9 @@ from torch import nn
 
 from trimtab.objectives import Objective
 from trimtab.trainer.config import DISTILLATION, Config
+from trimtab.trainer.features import checks, measurements
 from trimtab.trainer.features.calibration import Calibration
 from trimtab.trainer.features.feature import Feature
-from trimtab.trainer.features.measurements import (
-    BitwiseCheck,
-    CanaryFeature,
-    DemonstrationMetrics,
-    DistillationMetrics,
-    LagMetrics,
-    MixtureMetrics,
-    PolicyKL,
-    PrefixMetrics,
-)
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.features.proximal_policy import Snapshots
 from trimtab.trainer.features.routing_replay import RoutingReplay, require_mixture
@@ -47,25 +38,25 @@ def build_features(
     if objective.centering:
         yield TopLogprobs()
     if config.prefix is not None:
-        yield PrefixMetrics()
+        yield measurements.PrefixMetrics()
     if config.task.name == "mixture":
-        yield MixtureMetrics()
+        yield measurements.MixtureMetrics()
     if config.demonstrations is not None:
-        yield DemonstrationMetrics()
+        yield measurements.DemonstrationMetrics()
     if config.advantage.kind == DISTILLATION:
-        yield DistillationMetrics()
+        yield measurements.DistillationMetrics()
     if config.perturbation is not None:
         yield PerturbationFeature(config, model)
     if config.trainer.proximal == "snapshot" and "proximal" in objective.needs:
         yield Snapshots(config, model)
-    yield PolicyKL(config, ranks)
+    yield measurements.PolicyKL(config, ranks)
     if config.routing.replay != "none":
         yield RoutingReplay(config.routing.replay, require_mixture(config, model))
     if config.has_engine_threads:
-        yield LagMetrics()
+        yield measurements.LagMetrics()
     if canary is not None:
-        yield CanaryFeature(canary)
+        yield checks.CanaryFeature(canary)
     if config.objective.calibrate:
         yield Calibration(config, notify)
     if config.numerics == "invariant":
-        yield BitwiseCheck(notify)
+        yield checks.BitwiseCheck(notify)

@@ -1,26 +1,20 @@
-"""Features that only measure; the canary and the check of invariant numerics also end a run that fails them.
-
-They measure prefixes, demonstrations, distillation, mixtures of tasks, asynchronous rollouts, the canary, how far
-updates move the policy, and whether invariant numerics hold.
+"""Features that only measure: prefixes, demonstrations, distillation, mixtures of tasks, asynchronous rollouts, and how
+far updates move the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab.corrections import log_ratio
 from trimtab.corrections.divergences import k3
-from trimtab.errors import TrimtabError
 from trimtab.trainer.config import Config
-from trimtab.trainer.features.feature import Feature, PolicyLearner, Sections, StepRecord
+from trimtab.trainer.features.feature import Feature, PolicyLearner, StepRecord
 from trimtab.trainer.packing import MicroBatch, MiniBatch, assigned_micro_batches
 from trimtab.trainer.ranks import RankGroup
-from trimtab.trainer.rollout.canary import Canary
 
 
 class PrefixMetrics(Feature):
@@ -93,25 +87,6 @@ class LagMetrics(Feature):
         }
 
 
-class CanaryFeature(Feature):
-    """Gives the canary (`[engine.canary]`) the log-probs that engines must have after each weight update."""
-
-    def __init__(self, canary: Canary) -> None:
-        self._canary = canary
-
-    def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        return self._canary.metrics()
-
-    def publish_options(self, model: nn.Module, version: int) -> Mapping[str, Any]:
-        return {"expected": self._canary.predict(model, version)}
-
-    def state(self) -> Mapping[str, Any]:
-        return {"canary": self._canary.state()}
-
-    def load_state(self, learner: PolicyLearner, saved: Mapping[str, Any], sections: Sections) -> None:
-        self._canary.load_state(saved["canary"])
-
-
 class PolicyKL(Feature):
     """Measures how far a step's updates move the policy, on the step's last mini-batch and without perturbation.
 
@@ -149,34 +124,3 @@ class PolicyKL(Feature):
 
     def end_step(self, record: StepRecord) -> Mapping[str, float]:
         return {} if self._kl is None else {"update/policy_kl": self._kl}
-
-
-class BitwiseCheck(Feature):
-    """Checks in every step that sampler and trainer computed equal log-probs under the same weights."""
-
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        self._notify = notify
-
-    def end_step(self, record: StepRecord) -> Mapping[str, float]:
-        """Returns the number of log-probs that were compared. Raises `TrimtabError` if one of them differs."""
-        compared, unequal, worst = 0, 0, 0.0
-        for row, logps in record.statistics.mismatch_logps.items():
-            completion = record.trajectories[row].completion
-            same = completion.sampled & (completion.policy_version == record.statistics.versions[row])
-            compared += int(same.sum())
-            differing = same & (completion.logp_behavior != logps)
-            if differing.any():
-                unequal += int(differing.sum())
-                worst = max(worst, float(np.abs(completion.logp_behavior - logps)[differing].max()))
-        if unequal:
-            raise TrimtabError(
-                f"{unequal} of {compared} log-probs are not the sampler's bit for bit (largest difference {worst:.3g}):"
-                f' numerics = "invariant" does not hold here with {torch.get_num_threads()} threads; '
-                "docs/bitwise.md says how to find the module, fewer `threads` may help"
-            )
-        if compared == 0 and record.step == 1:
-            self._notify(
-                "caution: no token of this batch was sampled under the weights it is trained with, so numerics = "
-                '"invariant" was not confirmed (mismatch/confirmed)'
-            )
-        return {"mismatch/confirmed": compared}

@@ -26,7 +26,6 @@ from trimtab.trainer.models.matmul import use_fast_linear
 from trimtab.trainer.models.packed_attention import PACKED_IMPLEMENTATION
 
 BUNDLED = bundled.NAME
-LABORATORY, MIXTURE, SWITCH, TOOLS, LONG = laboratory.NAMES
 # Files that a tokenizer may be loaded from.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 INDEX = "model.safetensors.index.json"

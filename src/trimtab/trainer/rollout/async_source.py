@@ -27,7 +27,7 @@ from trimtab.trainer.rollout.canary import Canary, CanaryPrediction
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.responses import GeneratedGroups
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
-from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.trainer.rollout.schedule import GroupRequest
 from trimtab.trainer.rollout.source import BufferedSource, Result, Weights, publish
 from trimtab.types import Completion, Engine
 
@@ -261,7 +261,7 @@ class EngineThread:
         self.number, self.engine, self.source, self.buffer = number, engine, source, source.buffer
         self.interrupt = threading.Event()
         self.version: int | None = None  # of the engine's weights; None: unknown
-        self.request: GroupRange | None = None
+        self.request: GroupRequest | None = None
         self.idle = True
         self.dropped = False  # the request in progress is not needed: the run went back to an earlier state
         self.is_lost = False
@@ -293,7 +293,7 @@ class EngineThread:
         if not self.dropped:
             self.source.unscored.put((generated.request.first, generated))
 
-    def _next(self) -> GroupRange:
+    def _next(self) -> GroupRequest:
         """Waits for a request that may be generated under the engine's weights; loads newer weights first."""
         changed, schedule = self.buffer.changed, self.buffer.schedule
         while True:
@@ -331,7 +331,7 @@ class EngineThread:
         self.buffer.count(stats)
         self.version = update.version
 
-    def _generate(self, request: GroupRange) -> GeneratedGroups:
+    def _generate(self, request: GroupRequest) -> GeneratedGroups:
         """Generates the responses; after an abort continues them, under newer weights if there are any."""
         engine, stats, start = self.engine, RolloutStats(), time.perf_counter()
 
@@ -353,7 +353,7 @@ class EngineThread:
         generated.stats.add(stats)
         return generated
 
-    def _resume(self, request: GroupRange) -> bool:
+    def _resume(self, request: GroupRequest) -> bool:
         """Loads newer weights, if there are any; returns False if the request was dropped meanwhile."""
         with self.buffer.changed:
             update = self._wait_if_paused()

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from trimtab.runs import trajectories
-from trimtab.trainer.config.sections import TrainerConfig
+from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.rollout.collector import Group, has_reward_variance, oldest
 from trimtab.trainer.rollout.responses import GeneratedGroups
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
-from trimtab.trainer.rollout.schedule import GroupRange, Schedule
+from trimtab.trainer.rollout.schedule import GroupRequest, Schedule
 
 PENDING = "pending.parquet"
 
@@ -23,11 +23,9 @@ class Buffer:
 
     Thread-safe. `changed` is the lock; it is notified whenever a waiting thread may be able to continue.
 
-    Args:
-        relative_to_group: whether the advantage compares the responses to one prompt. If so, a group has no signal if
-            its first rewards (by convention correctness) are equal.
-        single_behavior: whether the buffer is emptied when the engines get new weights, so that afterwards only
-            responses sampled with the new weights are consumed (OAPL, Algorithm 1).
+    relative_to_group: whether the advantage compares the responses to one prompt. If so, a group has no signal if its
+    first rewards (by convention correctness) are equal. single_behavior: whether the buffer is emptied when the engines
+    get new weights, so that afterwards only responses sampled with the new weights are consumed (OAPL, Algorithm 1).
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class Buffer:
                     self._groups[number] = group
             self._stats.add(stats)
 
-    def repeat(self, request: GroupRange) -> None:
+    def repeat(self, request: GroupRequest) -> None:
         """Schedules the groups to be generated again, because their engine was lost."""
         with self.changing():
             self.schedule.repeat(request)
@@ -85,7 +83,7 @@ class Buffer:
         with self.changed:
             self._stats.add(stats)
 
-    def is_live(self, request: GroupRange) -> bool:
+    def is_live(self, request: GroupRequest) -> bool:
         """Returns whether any group of a running request is still live."""
         with self.changed:
             return any(self.schedule.contains(number) for number in request.numbers)
@@ -103,10 +101,9 @@ class Buffer:
     ) -> tuple[list[Group], RolloutStats]:
         """Waits for a batch; returns its groups and the statistics since the last call.
 
-        Args:
-            version: number of updates before the step that trains on the batch.
-            partial: return the groups that are ready, without waiting for more.
-            on_wait: called with the lock held before every wait; an exception from it ends the wait.
+        version: number of updates before the step that trains on the batch. partial: return the groups that are ready,
+        without waiting for more. on_wait: called with the lock held before every wait; an exception from it ends the
+        wait.
         """
         with self.changing():
             while (numbers := self.schedule.batch(partial=partial)) is None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import Config
-from trimtab.trainer.config.sections import CanaryConfig
+from trimtab.trainer.config.rollout_sections import CanaryConfig
 from trimtab.types import BoolArray, Completion, Engine, FloatArray, IntArray, Problem, Prompt, SamplingParams
 
 # Length of a context: one token more than the largest block of a prefix cache (16 to 128 tokens), so that at least one

@@ -17,7 +17,7 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rewards import Score, Scorer
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import GeneratedGroups, Responses
+from trimtab.trainer.rollout.responses import GeneratedGroups, ResponseSampler
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.types import MIN_BEHAVIOR, Completion, Prompt, SamplingParams, Trajectory
 
@@ -29,7 +29,7 @@ class Collector:
     """Makes scored groups from responses. `context`: length of the smallest context in tokens, or None if unknown."""
 
     config: Config
-    responses: Responses
+    responses: ResponseSampler
     scorer: Scorer
     context: int | None = None
 

@@ -17,16 +17,16 @@ from trimtab.errors import TrimtabError, did_you_mean
 from trimtab.trainer.config import GOLD, Config
 from trimtab.trainer.engines.stopping import StopChecker
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import Generate, GeneratedGroups, Responses
+from trimtab.trainer.rollout.responses import Generate, GeneratedGroups, ResponseSampler
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
-from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.trainer.rollout.schedule import GroupRequest
 from trimtab.trainer.tasks.data_sets import read_rows
 from trimtab.types import EXTERNAL_VERSION, Completion, Problem, Prompt, SamplingParams
 
 
 @dataclass
-class DemonstratedResponses(Responses):
-    """Responses in which demonstrations replace some of the sampled responses to a prompt."""
+class DemonstratedSampler(ResponseSampler):
+    """Replaces some of the sampled responses to a prompt by demonstrations."""
 
     texts: Callable[[Problem], Sequence[str]]  # returns the demonstrations of a problem
     context: int | None  # number of positions of the model; None for no limit
@@ -34,7 +34,7 @@ class DemonstratedResponses(Responses):
     @classmethod
     def load(
         cls, config: Config, stream: PromptStream, sampling: SamplingParams, context: int | None
-    ) -> DemonstratedResponses:
+    ) -> DemonstratedSampler:
         """Loads `demonstrations.path`: the task's gold answers, or the rows (prompt, response) of a file.
 
         A row's prompt is the id of a problem or its question; several rows may have the same prompt.
@@ -64,8 +64,8 @@ class DemonstratedResponses(Responses):
             )
         return cls(config, stream, sampling, texts, context)
 
-    def respond(self, request: GroupRange, generate: Generate) -> GeneratedGroups:
-        """See `Responses`. Groups have `trainer.samples` members: prompts without demonstrations get more samples."""
+    def respond(self, request: GroupRequest, generate: Generate) -> GeneratedGroups:
+        """Groups have `trainer.samples` members: prompts without demonstrations get more samples."""
         assert self.config.demonstrations is not None
         samples, per_group = self.config.trainer.samples, self.config.demonstrations.per_group
         prompts, problems = self.prompts(request), len(self.stream.task.train)

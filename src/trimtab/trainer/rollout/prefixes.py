@@ -17,9 +17,9 @@ import numpy as np
 from trimtab.errors import TrimtabError
 from trimtab.runs import trajectories
 from trimtab.trainer.config import PrefixConfig
-from trimtab.trainer.rollout.responses import Generate, GeneratedGroups, Responses
+from trimtab.trainer.rollout.responses import Generate, GeneratedGroups, ResponseSampler
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
-from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.trainer.rollout.schedule import GroupRequest
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, FloatArray, Prompt, Trajectory
 
@@ -27,8 +27,8 @@ PREFIXES = "prefixes.parquet"
 
 
 @dataclass
-class PrefixedResponses(Responses):
-    """Responses that continue prefixes of the historical policy, in all batches of a cycle except the first.
+class PrefixedSampler(ResponseSampler):
+    """Samples continuations of prefixes of the historical policy, in all batches of a cycle except the first.
 
     Under the length rule without `whole`, all prefixes of a cycle have the same budget in tokens: ratio x the mean
     length of responses since the last refill (`observe`). Only that many tokens are sampled. Other rules, and `whole`,
@@ -55,7 +55,7 @@ class PrefixedResponses(Responses):
         """Whether the next batch starts a cycle, so that it is sampled on-policy without prefixes."""
         return not self._waiting
 
-    def respond(self, request: GroupRange, generate: Generate) -> GeneratedGroups:
+    def respond(self, request: GroupRequest, generate: Generate) -> GeneratedGroups:
         starts_cycle, prefixes, stats = self.starts_cycle, None, RolloutStats()
         if starts_cycle:
             prompts = self.prompts(request)

@@ -1,7 +1,7 @@
-"""How the responses to a request are obtained. `Responses` samples each response as a whole.
+"""How the responses to a request are obtained. `ResponseSampler` samples each response as a whole.
 
-Its subclasses are `EpisodeResponses` (tools answer between turns), `PrefixedResponses` in `prefixes.py` (prefixes from
-an older policy) and `DemonstratedResponses` in `demonstrations.py` (external traces). `Collector` knows none.
+Its subclasses are `EpisodeSampler` (tools answer between turns), `PrefixedSampler` in `prefixes.py` (prefixes from
+an older policy) and `DemonstratedSampler` in `demonstrations.py` (external traces). `Collector` knows none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.trainer.config import Config
 from trimtab.trainer.environments.episodes import EpisodeRunner, reset_seed
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
-from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.trainer.rollout.schedule import GroupRequest
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, Prompt, SamplingParams
 
@@ -26,15 +26,15 @@ Generate = Callable[..., list[list[Completion]]]
 class GeneratedGroups:
     """The responses to a request, not scored yet: the prompt and the responses of each of its groups."""
 
-    request: GroupRange
+    request: GroupRequest
     prompts: Sequence[Prompt]
     completions: Sequence[Sequence[Completion]]
     stats: RolloutStats = field(default_factory=RolloutStats)
 
 
 @dataclass
-class Responses:
-    """The way a run obtains responses: samples each as a whole. Subclasses change that."""
+class ResponseSampler:
+    """Obtains the responses of a run: samples each as a whole. Subclasses change that."""
 
     config: Config
     stream: PromptStream
@@ -45,16 +45,16 @@ class Responses:
         """Longest time in seconds until `respond` returns after its engine was aborted."""
         return 0.0
 
-    def respond(self, request: GroupRange, generate: Generate) -> GeneratedGroups:
+    def respond(self, request: GroupRequest, generate: Generate) -> GeneratedGroups:
         """Returns the responses to a request."""
         prompts, samples = self.prompts(request), self.config.trainer.samples
         return GeneratedGroups(request, prompts, generate(prompts, samples, self.sampling, seed=self.seed(request)))
 
-    def prompts(self, request: GroupRange) -> list[Prompt]:
+    def prompts(self, request: GroupRequest) -> list[Prompt]:
         """Returns the prompts of a request, one for each group."""
         return self.stream.at(request.first, request.count)
 
-    def seed(self, request: GroupRange) -> int:
+    def seed(self, request: GroupRequest) -> int:
         """Returns the random seed of a request."""
         return derive(self.config.seed, "rollout", request.first)
 
@@ -67,8 +67,8 @@ class Responses:
 
 
 @dataclass
-class EpisodeResponses(Responses):
-    """Every response is an episode: an environment answers between its turns."""
+class EpisodeSampler(ResponseSampler):
+    """Samples episodes: an environment answers between the turns of a response."""
 
     runner: EpisodeRunner
 
@@ -77,7 +77,7 @@ class EpisodeResponses(Responses):
         """An environment call in progress, and then the calls of the environment's `close`."""
         return 2 * self.runner.section.timeout
 
-    def respond(self, request: GroupRange, generate: Generate) -> GeneratedGroups:
+    def respond(self, request: GroupRequest, generate: Generate) -> GeneratedGroups:
         prompts, samples = self.prompts(request), self.config.trainer.samples
         # A group's environments are the same, whatever request it belongs to.
         seeds = [reset_seed(self.config.seed, number) for number in request.numbers]

@@ -34,7 +34,7 @@ State = Literal["pending", "running", "ready", "no_signal"]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRange:
+class GroupRequest:
     """Consecutive groups that one engine generates in one call."""
 
     first: int
@@ -70,14 +70,14 @@ class Schedule:
     dropped: int = 0
     _live: dict[int, GroupEntry] = field(default_factory=dict)  # in ascending order
 
-    def reserve(self, count: int, version: int) -> GroupRange:
+    def reserve(self, count: int, version: int) -> GroupRequest:
         """Assigns the next `count` numbers and marks them as running under `version`, without checking their age."""
-        request = GroupRange(self.drawn, count)
+        request = GroupRequest(self.drawn, count)
         self.drawn += count
         self._begin(request, version)
         return request
 
-    def admit(self, max_count: int, version: int) -> GroupRange | None:
+    def admit(self, max_count: int, version: int) -> GroupRequest | None:
         """Returns groups that an engine with weights `version` may generate now: at most `max_count`, of one batch.
 
         Returns None if they could be too old for their batch, or if no batch of the run needs them.
@@ -94,11 +94,11 @@ class Schedule:
         count = 1
         while count < max_count and self._has_state(first + count, "pending"):
             count += 1
-        request = GroupRange(first, count)
+        request = GroupRequest(first, count)
         self._begin(request, version)
         return request
 
-    def repeat(self, request: GroupRange) -> None:
+    def repeat(self, request: GroupRequest) -> None:
         """Marks running groups as pending, because their engine was lost."""
         for number in request.numbers:
             if self._has_state(number, "running"):
@@ -179,7 +179,7 @@ class Schedule:
         self._live = dict(sorted({**pending, **ready}.items()))
         self.dropped = self.drawn - self.consumed - len(self._live)
 
-    def _begin(self, request: GroupRange, version: int) -> None:
+    def _begin(self, request: GroupRequest, version: int) -> None:
         for number in request.numbers:
             self._live[number] = GroupEntry("running", version)
 

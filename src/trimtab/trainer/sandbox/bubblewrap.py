@@ -57,10 +57,8 @@ class ContainerError(Exception):
 class Container:
     """A container that runs code. Only lengths and text are read from it.
 
-    Args:
-        connection: the connection to process 1 of the container.
-        number: containers that were started later have higher numbers.
-        end: ends the processes of the container.
+    connection: the connection to process 1 of the container. number: containers that were started later have higher
+    numbers. end: ends the processes of the container.
     """
 
     def __init__(self, connection: socket.socket, number: int, end: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from trimtab.cli.main import run
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import REQUIRED_SECTIONS, PrefixConfig, load_config, recipe_names
 from trimtab.trainer.config.recipes import NAMES_OR_FOLDERS, parse_override, split_overrides
-from trimtab.trainer.config.schema import PerturbationConfig
+from trimtab.trainer.config.training_sections import PerturbationConfig
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -12,7 +12,7 @@ from tests.support.engines import After, assert_same, forward_logps, prompts, ti
 from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines import decoding_rows
+from trimtab.trainer.engines import turn_exchange
 from trimtab.trainer.engines.embedded import embedded_engine, shared_prompt_decoder
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models.invariant import make_invariant
@@ -56,8 +56,8 @@ def test_late_results_change_no_token(name: str, invariant: bool, monkeypatch: p
     """Rows that wait long are shifted, and their batch needs positions beyond its first allocation."""
     engine, asked = make(name, invariant=invariant), prompts(LENGTHS)
     expected = engine.generate(asked, 3, STOPS, seed=3, turns=ScriptedTurns(70))
-    monkeypatch.setattr(decoding_rows, "MAX_WAIT", 0.0)
-    monkeypatch.setattr(decoding_rows, "POLL_INTERVAL", 0.0)
+    monkeypatch.setattr(turn_exchange, "MAX_WAIT", 0.0)
+    monkeypatch.setattr(turn_exchange, "POLL_INTERVAL", 0.0)
     monkeypatch.setattr(shared_prompt_decoder, "BLOCK", 4)
     for share, late in ((0, {2: 45, 3: 3}), (2, {0: 60, 1: 1, 2: 25})):
         monkeypatch.setattr(embedded_engine, "COMPACT_SHARE", share)

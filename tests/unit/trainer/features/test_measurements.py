@@ -17,8 +17,9 @@ from trimtab.trainer import tasks
 from trimtab.trainer.batch_preparation import Batch
 from trimtab.trainer.config import load_config
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
+from trimtab.trainer.features.checks import BitwiseCheck
 from trimtab.trainer.features.feature import ForwardPass, StepRecord
-from trimtab.trainer.features.measurements import BitwiseCheck, LagMetrics
+from trimtab.trainer.features.measurements import LagMetrics
 from trimtab.trainer.features.perturbation_feature import PerturbationFeature
 from trimtab.trainer.features.sampler_data import TopLogprobs
 from trimtab.trainer.models import laboratory

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from trimtab.trainer import tasks
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.models.load import LABORATORY, MIXTURE, SWITCH, LoadedModel, load
+from trimtab.trainer.models.load import LoadedModel, load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 
 
@@ -47,7 +47,7 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_generator_alone() -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_folder_loads_and_scores_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
-    built = load(LABORATORY, dtype=dtype)
+    built = load(laboratory.NAME, dtype=dtype)
     built.model.save_pretrained(tmp_path)
     built.tokenizer.save_pretrained(tmp_path)
     assert "trimtab" not in (tmp_path / "config.json").read_text()  # loads where Trimtab is not installed
@@ -59,7 +59,7 @@ def test_saved_folder_loads_and_scores_the_same(tmp_path: Path, dtype: torch.dty
     assert loaded.tokenizer("12=").input_ids == [1, 2, 10]
 
 
-@pytest.mark.parametrize(("name", "size"), [(MIXTURE, 383_232), (SWITCH, 402_176)])
+@pytest.mark.parametrize(("name", "size"), [(laboratory.MIXTURE, 383_232), (laboratory.SWITCH, 402_176)])
 def test_mixtures_are_as_large_as_the_dense_model_and_load_anywhere(tmp_path: Path, name: str, size: int) -> None:
     dense, mixture = laboratory.build(seed=0)[0], load(name, dtype=torch.float32)
     sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, mixture.model)]

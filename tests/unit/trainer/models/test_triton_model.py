@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import invariant
-from trimtab.trainer.models.load import LABORATORY, load
+from trimtab.trainer.models.load import load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 from trimtab.types import Problem, Prompt, SamplingParams
 
@@ -25,7 +25,7 @@ PROMPTS = [np.arange(5) % 14, np.arange(0, 60, 3) % 14]
 
 @pytest.fixture(scope="module")
 def laboratory() -> Any:
-    loaded = load(LABORATORY, dtype=torch.bfloat16)
+    loaded = load("laboratory", dtype=torch.bfloat16)
     invariant.make_invariant(loaded.model)
     return loaded
 
@@ -51,7 +51,7 @@ def test_the_trainer_finds_the_sampler_s_bits(laboratory: Any, monkeypatch: pyte
     current.sum().backward()
     result = {name: p.grad.float() for name, p in laboratory.model.named_parameters()}
     laboratory.model.zero_grad(set_to_none=True)
-    native = load(LABORATORY, dtype=torch.bfloat16).model
+    native = load("laboratory", dtype=torch.bfloat16).model
     score(native, batch, temperature=TEMPERATURE).logp.sum().backward()
     for name, parameter in native.named_parameters():
         gap = (result[name] - parameter.grad.float()).norm() / parameter.grad.float().norm()

@@ -15,7 +15,7 @@ from tests.support.scripted_engine import LENGTH, SAMPLING, TASK, TOKENIZER, Act
 from trimtab.errors import EngineDeadError, TrimtabError
 from trimtab.trainer import rewards
 from trimtab.trainer.config import EnvironmentConfig, load_config
-from trimtab.trainer.config.sections import TrainerConfig
+from trimtab.trainer.config.training_sections import TrainerConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.environments.episodes import EpisodeRunner
 from trimtab.trainer.environments.formats import Tag
@@ -25,8 +25,8 @@ from trimtab.trainer.rollout.async_source import AsyncSource
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import EpisodeResponses, Responses
-from trimtab.trainer.rollout.schedule import GroupRange
+from trimtab.trainer.rollout.responses import EpisodeSampler, ResponseSampler
+from trimtab.trainer.rollout.schedule import GroupRequest
 from trimtab.trainer.rollout.source import RolloutSource, SyncSource
 from trimtab.trainer.tasks import encode
 from trimtab.types import AbortSignal, Engine, Prompt, SamplingParams
@@ -91,7 +91,7 @@ def run_episodes(one: Desk, kind: type) -> None:
         kind, Tag(()), limits, TOKENIZER, LENGTH, lambda problem, _: encode(TASK, problem, TOKENIZER)
     )
     collector = one.feed.collector
-    collector.responses = EpisodeResponses(collector.config, collector.stream, collector.sampling, runner)
+    collector.responses = EpisodeSampler(collector.config, collector.stream, collector.sampling, runner)
 
 
 def test_random_environments_do_not_depend_on_how_requests_are_cut(desk: Open) -> None:
@@ -103,7 +103,7 @@ def test_random_environments_do_not_depend_on_how_requests_are_cut(desk: Open) -
             seen[-1][id] = seed
 
     responses = desk(Scripted(), environment=Drawing).feed.collector.responses
-    for requests in ([GroupRange(0, 4)], [GroupRange(0, 1), GroupRange(1, 3)]):
+    for requests in ([GroupRequest(0, 4)], [GroupRequest(0, 1), GroupRequest(1, 3)]):
         seen.append({})
         for request in requests:
             responses.respond(request, Scripted().generate)
@@ -334,7 +334,7 @@ def test_aborted_episodes_are_not_asked_for_rewards(desk: Open, length: int, ask
             return 0.0
 
     one = desk(Scripted(), environment=Asked)
-    one.feed.collector.responses.respond(GroupRange(0, 2), Scripted(lambda *_: length).generate)
+    one.feed.collector.responses.respond(GroupRequest(0, 2), Scripted(lambda *_: length).generate)
     assert len(calls) == asked
 
 
@@ -454,7 +454,7 @@ def test_without_a_lag_asynchronous_generation_gives_the_tokens_of_synchronous_g
 
     def source_of(kind: str) -> RolloutSource:
         engine = EmbeddedEngine(model, TOKENIZER, torch.float32)
-        responses = Responses(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
+        responses = ResponseSampler(config, PromptStream(TASK, TOKENIZER, seed=0), SAMPLING)
         collector = Collector(config, responses, scorer)
         buffer = Buffer(config.trainer)
         return (

@@ -18,7 +18,7 @@ from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.rollout.buffer import Buffer
 from trimtab.trainer.rollout.collector import Collector, Group, check_trajectory, oldest
 from trimtab.trainer.rollout.prompts import PromptStream
-from trimtab.trainer.rollout.responses import GeneratedGroups, Responses
+from trimtab.trainer.rollout.responses import GeneratedGroups, ResponseSampler
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.rollout.source import SyncSource
 from trimtab.types import Completion, EpisodeOutcome, SamplingParams, Trajectory
@@ -35,7 +35,7 @@ def feed(scorer: rewards.Scorer, script: dict[str, list[str | Completion]], **tr
     stream = PromptStream(TASK, TOKENIZER, seed=0)
     engine = FakeEngine(script, tokenizer=TOKENIZER)
     engine.update_weights([], UPDATES)
-    responses = Responses(config, stream, SAMPLING)
+    responses = ResponseSampler(config, stream, SAMPLING)
     collector = Collector(config, responses, scorer)
     return SyncSource(collector, Buffer(config.trainer), engine)
 

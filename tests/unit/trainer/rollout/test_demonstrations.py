@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from trimtab.errors import TrimtabError
 from trimtab.trainer import tasks
 from trimtab.trainer.config import GOLD, Config
-from trimtab.trainer.config.schema import DemonstrationConfig
+from trimtab.trainer.config.rollout_sections import DemonstrationConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.engines.stopping import StopChecker, eos_ids
 from trimtab.trainer.models.load import load
-from trimtab.trainer.rollout.demonstrations import DemonstratedResponses, encode_demonstration
+from trimtab.trainer.rollout.demonstrations import DemonstratedSampler, encode_demonstration
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
 from trimtab.trainer.tasks.task import BuiltTask, Plain
@@ -66,10 +66,10 @@ def traces_file(path: Path, rows: Sequence[Any]) -> str:
 
 def experts(
     path: str, of: BuiltTask, *, max_tokens: int = 8, context: int | None = None, words: Any = PIECE_TOKENIZER
-) -> DemonstratedResponses:
+) -> DemonstratedSampler:
     config = Config(demonstrations=DemonstrationConfig(path=path))
     sampling = SamplingParams(max_tokens=max_tokens, stop=of.stop)
-    return DemonstratedResponses.load(config, PromptStream(of, words, seed=0), sampling, context)
+    return DemonstratedSampler.load(config, PromptStream(of, words, seed=0), sampling, context)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_sampled_response_written_down_comes_back_token_for_token():
         assert trace.text == completion.text
 
 
-def take(source: DemonstratedResponses, request: Prompt, count: int, turn: int) -> tuple[list[str], int, int]:
+def take(source: DemonstratedSampler, request: Prompt, count: int, turn: int) -> tuple[list[str], int, int]:
     """The texts of the traces, and how many were too long or missing."""
     stats = RolloutStats()
     traces = source.take(request, count, turn, stats)

@@ -18,7 +18,7 @@ from trimtab.trainer import tasks
 from trimtab.trainer.config import Config, PrefixConfig
 from trimtab.trainer.engines.embedded.embedded_engine import EmbeddedEngine
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.rollout.prefixes import PrefixedResponses, before_high_entropy, cut, prefix_tokens
+from trimtab.trainer.rollout.prefixes import PrefixedSampler, before_high_entropy, cut, prefix_tokens
 from trimtab.trainer.rollout.prompts import PromptStream
 from trimtab.trainer.seeds import derive
 from trimtab.types import Completion, FinishReason, Prompt, SamplingParams
@@ -95,7 +95,7 @@ FIRST_CYCLE = derive(7, "prefix", 0)
 
 
 @dataclass
-class Pool(PrefixedResponses):
+class Pool(PrefixedSampler):
     """With an engine of its own."""
 
     engine: EmbeddedEngine = field(kw_only=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.trainer.rollout.schedule import GroupRange, Schedule
+from trimtab.trainer.rollout.schedule import GroupRequest, Schedule
 
 STEPS = 8
 EXAMPLES = max(30, settings().max_examples)
@@ -19,7 +19,7 @@ EXAMPLES = max(30, settings().max_examples)
 @dataclass
 class EngineThread:
     version: int = -1
-    request: GroupRange | None = None
+    request: GroupRequest | None = None
 
 
 @dataclass
@@ -40,7 +40,7 @@ class World:
     batches: list[list[int]] = field(default_factory=list)
     saved: str = ""
     events: int = 0
-    unscored: list[tuple[GroupRange, int]] = field(default_factory=list)
+    unscored: list[tuple[GroupRequest, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.schedule = self._empty()
@@ -181,15 +181,15 @@ def test_admission_by_hand() -> None:
     """4 prompts, 2 updates a step, lag 4: beside the batch in progress, exactly two more may be generated."""
     books = Schedule(prompts=4, updates=2, max_lag=4)
     books.wait(10)
-    assert books.admit(3, version=10) == GroupRange(0, 3)
-    assert books.admit(3, version=10) == GroupRange(3, 1)  # a request never spans two batches
+    assert books.admit(3, version=10) == GroupRequest(0, 3)
+    assert books.admit(3, version=10) == GroupRequest(3, 1)  # a request never spans two batches
     for number in range(4):
         books.deliver(number, 10)
     books.consume([0, 1, 2, 3], 10)  # the next batch is taken after 12 updates
-    assert books.admit(4, version=10) == GroupRange(4, 4)  # age 2
-    assert books.admit(4, version=10) == GroupRange(8, 4)  # age 4
+    assert books.admit(4, version=10) == GroupRequest(4, 4)  # age 2
+    assert books.admit(4, version=10) == GroupRequest(8, 4)  # age 4
     assert books.admit(4, version=10) is None  # age 6
-    assert books.admit(4, version=12) == GroupRange(12, 4)
+    assert books.admit(4, version=12) == GroupRequest(12, 4)
 
 
 def test_lost_requests_come_first_and_in_order() -> None:
@@ -200,9 +200,9 @@ def test_lost_requests_come_first_and_in_order() -> None:
     books.repeat(second)
     books.repeat(first)
     assert books.unfinished() == [0, 2, 3, 4, 5, 6, 7]
-    assert books.admit(4, 0) == GroupRange(0, 1)  # group 1 is ready
-    assert books.admit(4, 0) == GroupRange(2, 2)
-    assert books.admit(4, 0) == GroupRange(4, 4)
+    assert books.admit(4, 0) == GroupRequest(0, 1)  # group 1 is ready
+    assert books.admit(4, 0) == GroupRequest(2, 2)
+    assert books.admit(4, 0) == GroupRequest(4, 4)
 
 
 def test_a_group_that_is_too_old_or_not_ready_is_never_consumed() -> None:

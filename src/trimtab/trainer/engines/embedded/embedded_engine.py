@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.trainer.engines.decoding_rows import DecodingRow, GenerateCall, TurnExchange
+from trimtab.trainer.engines.decoding_rows import DecodingRow, GenerateCall
 from trimtab.trainer.engines.embedded.decoder import CachedDecoder, Decoder, ExpertRecorder, plan_prefill
 from trimtab.trainer.engines.embedded.invariant_decoder import InvariantDecoder, with_trainer_logps
 from trimtab.trainer.engines.embedded.sampling import SampledTokens, sample_tokens, uniform_draws
@@ -26,6 +26,7 @@ from trimtab.trainer.engines.embedded.shared_prompt_decoder import LlamaBlocks, 
 from trimtab.trainer.engines.embedded.weight_quantization import NO_QUANTIZATION, WeightQuantization, matrices
 from trimtab.trainer.engines.request import EngineModel, Prefixes, validate_routes
 from trimtab.trainer.engines.stopping import eos_ids
+from trimtab.trainer.engines.turn_exchange import TurnExchange
 from trimtab.trainer.engines.weight_transfer import SUMMED_WEIGHTS, WeightManifest, checksum
 from trimtab.trainer.models.architecture import is_invariant
 from trimtab.trainer.models.invariant.invariant_attention import round_up
@@ -48,11 +49,9 @@ class EmbeddedEngine:
 
     The copy shares no storage with the original model. `policy_version` starts at 0.
 
-    Args:
-        dtype: of the copy. Log-probs in bfloat16 differ from those of a float32 trainer.
-        quantization: quantization and noise applied to published weights, a controlled additional mismatch.
-        routes: whether completions hold the routed experts of each token (`types.Completion.routed_experts`). Raises
-            `TrimtabError` if the model has no known routers.
+    dtype: of the copy. Log-probs in bfloat16 differ from those of a float32 trainer. quantization: quantization and
+    noise applied to published weights, a controlled additional mismatch. routes: whether completions hold the routed
+    experts of each token (`types.Completion.routed_experts`). Raises `TrimtabError` if the model has no known routers.
     """
 
     def __init__(

@@ -58,9 +58,7 @@ def uniform_draws(seed: int, prompt: int, sample: int, count: int) -> NDArray[np
 def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> SampledTokens:
     """Samples one token per row.
 
-    Args:
-        logits: (rows, vocabulary), any float dtype.
-        uniform: (rows,) float64 in [0, 1), the inverse-CDF positions.
+    logits: (rows, vocabulary), any float dtype. uniform: (rows,) float64 in [0, 1), the inverse-CDF positions.
 
     If the logits of a row are not finite, its entropy is NaN, and `SampledTokens.to_lists` raises `DivergedError`.
     """

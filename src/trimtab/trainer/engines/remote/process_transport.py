@@ -22,10 +22,8 @@ class ProcessTransport:
     Implements `remote_engine.Transport`. The terminal does not show the output of the process; if the process dies, the
     error quotes the last line.
 
-    Args:
-        config, folder: the arguments of `factory.build_engine`.
-        threads: number of CPU threads that the engine may use.
-        devices: CUDA_VISIBLE_DEVICES of the process; None: as in this process.
+    config, folder: the arguments of `factory.build_engine`. threads: number of CPU threads that the engine may use.
+    devices: CUDA_VISIBLE_DEVICES of the process; None: as in this process.
     """
 
     def __init__(self, config: Config, folder: Path, *, threads: int, devices: str | None = None) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.config.sections import ServerConfig
+from trimtab.trainer.config.rollout_sections import ServerConfig
 from trimtab.trainer.engines.server.http_client import Connection, ServerUnavailable, WrongAnswer
-from trimtab.trainer.engines.server.server_pool import INITIAL_BACKOFF, MAX_BACKOFF, InferenceServer, rate_limited
+from trimtab.trainer.engines.server.inference_server import INITIAL_BACKOFF, MAX_BACKOFF, InferenceServer, rate_limited
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult
 from trimtab.types import AbortSignal
 

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError, TrimtabWarning
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import POLL_INTERVAL, DecodingRow, GenerateCall
+from trimtab.trainer.engines.decoding_rows import DecodingRow, GenerateCall
 from trimtab.trainer.engines.request import EngineModel, Prefixes, request_seed, validate_vllm_temperature
 from trimtab.trainer.engines.server.http_client import run
+from trimtab.trainer.engines.server.inference_server import InferenceServer, load_weights, wait_for_servers
 from trimtab.trainer.engines.server.request_dispatch import RequestDispatch
-from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights, wait_for_servers
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model, ServerProtocol
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.trainer.engines.server.vllm_protocol import VllmProtocol
+from trimtab.trainer.engines.turn_exchange import POLL_INTERVAL
 from trimtab.trainer.engines.weight_transfer import WeightFolder, WeightManifest
 from trimtab.types import AbortSignal, Completion, FloatArray, Prompt, SamplingParams, TurnHandler
 
@@ -54,10 +55,9 @@ class ServerEngine:
     ) -> None:
         """Waits up to `reconnect_timeout` for all servers.
 
-        Args:
-            model_folder: config files of the model the servers were started with; no weights are read.
-            notify: called with a line of text, from any thread, every few seconds while this engine waits for servers;
-                default: a `TrimtabWarning`. The attribute may be replaced later.
+        model_folder: config files of the model the servers were started with; no weights are read. notify: called with
+        a line of text, from any thread, every few seconds while this engine waits for servers; default: a
+        `TrimtabWarning`. The attribute may be replaced later.
         """
         self.notify = notify or (lambda line: warnings.warn(line, TrimtabWarning, stacklevel=3))
         settings = config.server

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from trimtab.errors import DivergedError, TrimtabError
 from trimtab.trainer.config import EngineConfig
-from trimtab.trainer.engines.decoding_rows import DecodingRow, GenerateCall, TopRow, TurnExchange
+from trimtab.trainer.engines.decoding_rows import DecodingRow, GenerateCall, TopRow
 from trimtab.trainer.engines.request import NO_WEIGHTS, EngineModel, Prefixes, request_seed, validate_vllm_temperature
+from trimtab.trainer.engines.turn_exchange import TurnExchange
 from trimtab.trainer.engines.vllm import stepped_runner
 from trimtab.trainer.engines.vllm.stepped_runner import TokenDelta, TokenRequest, VllmRunner, import_vllm
 from trimtab.trainer.engines.weight_transfer import SharedWeights, WeightManifest, require_all_loaded, share

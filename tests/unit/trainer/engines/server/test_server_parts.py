@@ -21,7 +21,7 @@ from tests.support.turns import ScriptedTurns
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config.consistency import address_problem
-from trimtab.trainer.config.sections import ServerConfig
+from trimtab.trainer.config.rollout_sections import ServerConfig
 from trimtab.trainer.engines.decoding_rows import GenerateCall
 from trimtab.trainer.engines.request import EngineModel, request_seed
 from trimtab.trainer.engines.server import http_client

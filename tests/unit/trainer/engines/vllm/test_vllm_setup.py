@@ -11,7 +11,7 @@ from tests.support.engines import EOS, SIZE, prompts
 
 from trimtab.errors import TrimtabError
 from trimtab.trainer.config import EngineConfig, load_config
-from trimtab.trainer.config.sections import VllmConfig
+from trimtab.trainer.config.rollout_sections import VllmConfig
 from trimtab.trainer.engines.decoding_rows import GenerateCall
 from trimtab.trainer.engines.request import EngineModel
 from trimtab.trainer.engines.vllm import stepped_runner

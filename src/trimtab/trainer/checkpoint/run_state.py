@@ -42,7 +42,7 @@ class TrainerState(ABC):
     step: int = 0  # finished steps; `learner.updates` counts optimizer updates
 
     @abstractmethod
-    def log_restored(self, marks: Mapping[str, Any]) -> None: ...
+    def log_restored(self, metrics: Mapping[str, Any]) -> None: ...
 
 
 def save(trainer: TrainerState, evaluated: Mapping[str, float], *, wait: bool = True) -> None:

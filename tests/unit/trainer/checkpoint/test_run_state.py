@@ -10,7 +10,7 @@ import pytest
 from trimtab.errors import TrimtabError
 from trimtab.runs.directory import RunDirectory
 from trimtab.runs.layout import CONFIG
-from trimtab.trainer.checkpoint.snapshot import _check_same_recipe  # pyright: ignore[reportPrivateUsage]
+from trimtab.trainer.checkpoint.run_state import _check_same_recipe  # pyright: ignore[reportPrivateUsage]
 from trimtab.trainer.config import Config, load_config
 
 LAG = "trainer.max_lag=2"

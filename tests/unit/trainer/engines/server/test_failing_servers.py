@@ -17,11 +17,11 @@ import httpx2
 import pytest
 
 from trimtab.errors import EngineDeadError, TrimtabError
-from trimtab.trainer.config.sections import ServerConfig
-from trimtab.trainer.engines.server import http_client, request_dispatch, server_pool
+from trimtab.trainer.config.rollout_sections import ServerConfig
+from trimtab.trainer.engines.server import http_client, inference_server, request_dispatch
 from trimtab.trainer.engines.server.http_client import Connection, RequestRejected, ServerUnavailable, WrongAnswer, run
+from trimtab.trainer.engines.server.inference_server import InferenceServer, load_weights
 from trimtab.trainer.engines.server.request_dispatch import MAX_ATTEMPTS, RequestDispatch
-from trimtab.trainer.engines.server.server_pool import InferenceServer, load_weights
 from trimtab.trainer.engines.server.server_protocol import CompletionRequest, CompletionResult, Model
 from trimtab.trainer.engines.server.sglang_protocol import SglangProtocol
 from trimtab.types import SamplingParams
@@ -142,7 +142,7 @@ Network = Callable[[int], FakeNetwork]
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     for name in ("INITIAL_BACKOFF", "MAX_BACKOFF", "ABORT_RETRY_INTERVAL"):
-        monkeypatch.setattr(server_pool, name, 0.0)
+        monkeypatch.setattr(inference_server, name, 0.0)
     for name in ("INITIAL_BACKOFF", "MAX_BACKOFF", "POLL_INTERVAL"):
         monkeypatch.setattr(request_dispatch, name, 0.0)
 

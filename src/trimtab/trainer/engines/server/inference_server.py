@@ -62,9 +62,8 @@ class InferenceServer:
         Every new TCP connection first reads the label of the weights, and a result counts only if it came over the same
         TCP connection: a restarted server would answer with the weights that it started from.
 
-        Raises:
-            ServerUnavailable: the request may be sent again; `WrongAnswer` if the answer was wrong.
-            TrimtabError: the server refuses the request.
+        Raises `ServerUnavailable` (`WrongAnswer` if the answer was wrong) if the request may be sent again, and
+        `TrimtabError` if the server refuses it.
         """
         try:
             if connection.stream is None and (label := await self.protocol.label(connection)) != self.label:
