@@ -175,8 +175,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 def _apply_umask(folder: Path) -> None:
     """Sets the permissions of all files in a new folder by the umask; safetensors creates files as 0600.
 
-    The umask is taken from the mode of the folder, since the umask itself can only be read by setting it, for all
-    threads.
+    The umask is taken from the mode of the folder, since the umask itself is read only by setting it, for all threads.
     """
     mode = folder.stat().st_mode & 0o666
     for item in folder.rglob("*"):

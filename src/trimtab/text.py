@@ -121,7 +121,7 @@ def number(value: Any) -> str:
     size = abs(value)
     if size >= 999.95:  # 1,000 with four digits
         return f"{value:,.0f}"
-    return short_exponent(f"{value:.2e}") if size < 1e-3 else f"{value:.4g}"
+    return short_exponent(f"{value:.2e}") if size < 9.9995e-4 else f"{value:.4g}"
 
 
 def short(value: float) -> str:
@@ -133,7 +133,7 @@ def short(value: float) -> str:
         return "0" if value == 0 else "–"
     if 99.5 <= abs(value) < 999.5:
         return f"{value:.0f}"
-    return f"{value:.2g}" if 0.01 <= abs(value) < 100 else short_exponent(f"{value:.1e}")
+    return f"{value:.2g}" if 0.00995 <= abs(value) < 100 else short_exponent(f"{value:.1e}")
 
 
 def format_signed(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Settings that only a trainer's own policy loss reads (loss_settings.csv), which an objective replaces.
+"""Settings that only a trainer's own policy loss reads (loss_settings.csv); an objective leaves them without effect.
 
 A setting becomes a keyword of the objective if both mean the same; otherwise it is refused, with what replaces it.
 Settings of losses that no preset has, like verl's `clip_cov`, are ignored: they are read only if that loss is chosen.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trimtab.check_loss.differences import KINDS, NOTES, Comparison, Difference
-from trimtab.check_loss.identification import NearObjective, identify, reference
+from trimtab.check_loss.identification import ComparedObjective, identify, reference
 from trimtab.check_loss.probes import Loss
 from trimtab.check_loss.readings import Readings
 from trimtab.errors import TrimtabError, did_you_mean
@@ -25,7 +25,7 @@ class Answer:
     function: str
     spec: str  # the objective that was asked for, "" if none was
     differences: Sequence[Difference]  # from that objective, or from the first of `nearest`
-    nearest: Sequence[NearObjective]  # if no objective was asked for: those that the loss is, or else is nearest to
+    nearest: Sequence[ComparedObjective]  # if no objective was asked for: those that the loss is, or else is nearest to
     notes: Sequence[Difference]  # differences that a right loss may have
     inputs: str  # how the function was called
     ignored: Sequence[str]  # kinds that were found and do not count; what they hide was not probed
@@ -84,7 +84,7 @@ def check(loss: Loss, objective: Objective | None = None, *, spec: str = "", ign
         found = identify(readings)
     else:
         differences = Comparison(readings, reference(objective), objective.name).differences()
-        found = [NearObjective((("name", objective.name),), tuple(differences))]
+        found = [ComparedObjective((("name", objective.name),), tuple(differences))]
     ignored = tuple(sorted({d.kind for d in found[0].differences} & set(ignore)))
     notes = [d for d in found[0].differences if d.kind in NOTES and d.kind not in ignore]
     left_out = {*ignore, *NOTES}

@@ -37,14 +37,14 @@ BENDING = (GammaWeight, QuadraticPenalty)
 OUTSIDE = {"kl-padding", "padding", "micro-batches", "scale", "exponent", "nan"}
 """Kinds of differences that stay whatever parts an objective has."""
 MINOR = {"unexplained": 0.2, "value": 0.1, "nan": 0.2, "exponent": 0.3, "micro-batches": 0.4, "scale": 0.6}
-"""How much a difference counts in `NearObjective.distance`, by kind. Others count 1 to 2, the first of `KINDS` most."""
+"""How much a difference counts in `ComparedObjective.distance`. Others count 1 to 2, the first of `KINDS` most."""
 SURROGATE_PARTS = (Clipped(), Reinforce(5.0), Unclipped(), LogProb(), SoftGate(), GammaWeight(), GeometricClip())
 WEIGHT_BOUNDS = (("truncate", None), ("mask", 0.5), ("clip", 0.5))
 """Kind and lower bound of the weights in compositions."""
 
 
 @dataclass(frozen=True)
-class NearObjective:
+class ComparedObjective:
     """An objective, as settings of `[objective]` in a recipe, and its differences from the loss."""
 
     settings: tuple[tuple[str, Any], ...]
@@ -71,7 +71,7 @@ class NearObjective:
         return sum(harm), sum(len(value) if isinstance(value, dict) else 1 for _, value in self.settings)
 
 
-def identify(readings: Readings) -> list[NearObjective]:
+def identify(readings: Readings) -> list[ComparedObjective]:
     """Returns the nearest objectives, nearest first. No probe tells those without differences from the loss."""
     found = _candidates(readings, (preset.objective for preset in PRESETS.values()))
     if not found[0].same_parts:
@@ -79,17 +79,17 @@ def identify(readings: Readings) -> list[NearObjective]:
     return sorted(found, key=lambda candidate: candidate.distance)
 
 
-def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[NearObjective]:
+def _candidates(readings: Readings, bases: Iterable[Objective]) -> list[ComparedObjective]:
     """Returns the objectives that equal a loss, or else the nearest ones, nearest first, fitted to its bounds."""
     shaped = [fitted(base, readings) if type(base.surrogate) in BENDING else base for base in bases]
     near = sorted(shaped, key=partial(_distance, readings))
     alike = [base for base in near if _distance(readings, base) < 2e-3] or near[:NEAREST]
-    found: list[NearObjective] = []
+    found: list[ComparedObjective] = []
     for objective in sorted((fitted(base, readings) for base in alike), key=partial(_gap, readings)):
         if _gap(readings, objective) > 1e-8 and (len(found) >= NEAREST or any(c.same_parts for c in found)):
             break
         differences = tuple(Comparison(readings, reference(objective), objective.name).differences())
-        found.append(NearObjective(settings_of(objective), differences))
+        found.append(ComparedObjective(settings_of(objective), differences))
     return sorted(found, key=lambda candidate: candidate.distance)
 
 

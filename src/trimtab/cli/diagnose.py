@@ -247,9 +247,8 @@ def rescore(
 ) -> None:
     """Which side is wrong? Score the ids of a dump a third time, with transformers in float32.
 
-    The ids of prompts and responses are taken as they are, so that no template is applied. The result is the same rows
-    with a column logp_rescored; `trimtab diagnose` on it says whether sampler, trainer or both differ from the
-    checkpoint.
+    The ids of prompts and responses are taken as they are; no template is applied. The result is the same rows with a
+    column logp_rescored; `trimtab diagnose` on it says whether sampler, trainer or both differ from the checkpoint.
     """
     if out.suffix not in SUFFIXES:
         raise TrimtabError(f"--out {out} is not a table: give a name that ends in {' or '.join(SUFFIXES)}")

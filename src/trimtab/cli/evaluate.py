@@ -105,11 +105,11 @@ def evaluate(
         print_json(results.as_dict())
         return
     console = PlainTextConsole(width=terminal_width() or 10_000)  # no wrapping in a file or a pipe
-    for item in (*map(draw, results.tables()), *results.remarks()):
+    for item in (*map(rich_table, results.tables()), *results.remarks()):
         console.print(item)
 
 
-def draw(table: TextTable) -> RenderableType:
+def rich_table(table: TextTable) -> RenderableType:
     """Returns a table for a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group

@@ -67,8 +67,7 @@ def preflight(
 
     The sampler writes and the trainer scores the same ids. Weights are changed, published and restored; nothing is
     saved. It judges Trimtab's samplers (embedded, vLLM, servers) and Trimtab's trainer, or a forward as TRL and verl
-    make it. For a trainer of your own there are trimtab.testing.assert_parity in its tests and trimtab.Monitor in its
-    loop.
+    make it. For a trainer of your own: trimtab.testing.assert_parity in its tests, trimtab.Monitor in its loop.
     """
     check_page(html, "--html")
     from trimtab.preflight.checklist import run_checks

@@ -1,4 +1,4 @@
-"""Fields of parts (weights, masks, surrogates) whose values are checked when a part is made."""
+"""Fields of an objective's parts (ratios, weights, masks, ...) whose values are checked when a part is made."""
 
 from __future__ import annotations
 

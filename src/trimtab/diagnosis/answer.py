@@ -228,7 +228,7 @@ def _text_without_cause(kind: Kind, preset: str, trained: int) -> str:
 def _verdict(
     kind: Kind, texts: Sequence[str], families: Sequence[Family], findings: Sequence[Finding], first: str
 ) -> tuple[tuple[str, str], ...]:
-    """Returns `Answer.verdict`. texts: of the causes, or what is said without one; findings: of the files."""
+    """Returns `Answer.verdict`. texts: a sentence per cause, or one if there is none; findings: of the files."""
     if families and (likeliest := families[0].likely[0]).found:
         texts = [f"{likeliest.plain} ({likeliest.name}), as its test found"]
     opening = f"{PROOF[kind]}{texts[0][0].lower()}{texts[0][1:]}." if PROOF[kind] else f"{texts[0]}."
@@ -271,7 +271,7 @@ def _doubtful(causes: Sequence[Cause], verdict: str) -> CauseKind | None:
 def _first_step(
     diagnosis: Diagnosis, shown: Sequence[Family], repair: str | None, kind: Kind, doubt: CauseKind | None, method: str
 ) -> str:
-    """Returns what to do first. repair: of the first fault.
+    """Returns what to do first. repair: the next step of the first failed finding.
 
     Log-probs show that there is a difference and its size, not whether it is intended. So a cause needs no repair only
     if the files or the recipe state it, and if k3 is in a range published for working setups.

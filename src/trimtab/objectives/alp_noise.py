@@ -1,7 +1,6 @@
-"""ALP's noise as printed code.
+"""ALP's noise, as the code that `trimtab explain` prints.
 
-The trainer has its own implementation (`trainer/models/perturbation.py`), with a float32 residual stream and packed
-rows.
+The trainer's own implementation, `trainer/models/perturbation.py`, has packed rows and a float32 residual stream.
 """
 
 import torch

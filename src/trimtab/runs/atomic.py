@@ -1,8 +1,7 @@
 """Atomic writing: files and folders are either complete or absent, even after a kill or on a full disk.
 
 Everything is written under a hidden temporary name in the target's folder (same filesystem), flushed to the disk, and
-renamed. A process that dies in between leaves only temporary names behind, which `remove_leftovers` removes at the next
-start.
+renamed. A process that dies in between leaves only temporary names, which `remove_leftovers` removes at the next start.
 """
 
 from __future__ import annotations

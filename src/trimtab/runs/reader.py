@@ -62,8 +62,7 @@ class Run:
     def kept(self) -> Run:
         """The run without the steps that the guard discarded.
 
-        The first row also has what was measured before training; if it was discarded, this is copied to the first kept
-        row.
+        What was measured before training is in the first row; if discarded, it is copied to the first kept row.
         """
         kept: list[dict[str, Any]] = []
         for row in self.rows:

@@ -12,8 +12,8 @@ from trimtab.errors import Finding
 from trimtab.text import short
 
 CHANCE = -12.0  # log-probability of a response below which it does not occur twice by chance
-MIN_REPEATED = 8  # fewest responses that repeat another one
-MIN_REPEATED_SHARE = 0.1  # least share of such responses among all
+MIN_RESPONSES = 8  # fewest responses that repeat another one, or whose end is not trained
+MIN_SHARE = 0.1  # least share of such responses among all
 MIN_GROUPS = 3  # fewest groups whose advantages contradict their rewards
 MIN_GROUP_SHARE = 0.1  # least share of such groups among those that could
 ZERO = 0.01  # an advantage below this part of the largest one counts as 0
@@ -37,7 +37,7 @@ def _find_untrained_ends(sample: TokenTable) -> Iterator[Finding]:
     trained = np.flatnonzero(sample.mask)
     last = trained[np.diff(sample.row[trained], append=-1) != 0]
     end = last[last + 2 == sample.starts[sample.row[last] + 1]] + 1
-    if sample.ids is None or len(end) < max(MIN_REPEATED, MIN_REPEATED_SHARE * sample.responses):
+    if sample.ids is None or len(end) < max(MIN_RESPONSES, MIN_SHARE * sample.responses):
         return
     # A token that a template adds is not drawn: its log-prob is a constant, or the end token precedes it.
     columns = sample.ids[end], sample.ids[end - 1], sample.behavior[end]
@@ -55,7 +55,7 @@ def _find_repeats(sample: TokenTable, prompt_step: np.ndarray) -> Iterator[Findi
     text = [hash(sample.ids[sample.starts[i] : sample.starts[i + 1]].tobytes()) for i in rare.tolist()]
     different = np.unique(np.column_stack([prompt_step[rare], text]), axis=0) if len(rare) else rare
     count = len(rare) - len(different)
-    if count >= max(MIN_REPEATED, MIN_REPEATED_SHARE * sample.responses):
+    if count >= max(MIN_RESPONSES, MIN_SHARE * sample.responses):
         yield finding("repeated", count=count, responses=sample.responses)
 
 

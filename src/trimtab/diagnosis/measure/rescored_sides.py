@@ -1,4 +1,4 @@
-"""Which side is wrong, by a third side's log-probs of the same tokens (`trimtab rescore`)."""
+"""Which side is wrong, by log-probs of the same tokens that were computed a third time (`trimtab rescore`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def judge_sides(table: TokenTable) -> RescoredSides | None:
 
 
 def describe_sides(sides: RescoredSides | None) -> Iterator[Finding]:
-    """Yields which side is wrong, if that is known."""
+    """Yields the finding that says which side is wrong, if that is known."""
     if sides is not None:
         which = read_table("texts.toml")["rescored"]["other" if sides.is_other_model else sides.side]
         yield finding("rescored", sampler=short(sides.sampler.value), trainer=short(sides.trainer.value), which=which)

@@ -154,7 +154,7 @@ def _ess_over_steps(steps: np.ndarray, curves: Mapping[str, np.ndarray]) -> Char
             axes.plot(steps, values, color=color, linestyle=style, marker=marker, markersize=4, label=name)
         axes.set(ylim=(0, 1.05), ylabel="share of the samples")
 
-    ends = [f"{name} {short(of[0])} at first, {short(of[-1])} at last" for name, of in curves.items()]
+    ends = [f"{name} {short(values[0])} at first, {short(values[-1])} at last" for name, values in curves.items()]
     return _panel(
         TEXTS["charts"]["ess"],
         f"lowest {short(min(float(np.nanmin(values)) for values in curves.values()))}",

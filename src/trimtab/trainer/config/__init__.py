@@ -1,9 +1,9 @@
 """Recipes: TOML files, read into a frozen and validated `Config`. Does not import torch.
 
 recipes            reads a recipe with its bases, paths and overrides, and explains errors
-schema             a whole recipe, `Config`, and its sections on evaluation, files and processes
+schema             a whole recipe, `Config`, and its sections on evaluation, files, Ray and comparisons
 training_sections  sections on the model and its training
-rollout_sections   sections on prompts, responses and rewards
+rollout_sections   sections on tasks, environments, engines, sampling and rewards
 base               the base class of sections, and the types of their values
 consistency        finds contradictory settings and keys without effect
 """

@@ -309,7 +309,7 @@ def split_overrides(text: str, where: str) -> list[str]:
         elif quote:
             escaped = (quote, character) == ('"', "\\")
             quote = "" if character == quote else quote
-        elif character in "\"'" and (depth or parts[-1].endswith("=")):
+        elif character in "\"'" and (depth or parts[-1].rstrip().endswith("=")):
             quote = character
         else:
             depth += (character in "[{") - (character in "]}")
@@ -322,7 +322,7 @@ def split_overrides(text: str, where: str) -> list[str]:
         raise TrimtabError(
             f"{where}: {what} in {parts[-1]!r} has no partner; put a value with brackets in single quotes"
         )
-    options = [part for part in parts if part]
+    options = [part for part in parts if part.strip()]
     bad = next((part for part in options if "=" not in part), None)
     if bad is not None:
         raise TrimtabError(f"{where}: {bad!r} is not KEY=VALUE; put a value that holds a comma in quotes")

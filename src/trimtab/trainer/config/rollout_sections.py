@@ -1,4 +1,4 @@
-"""Recipe sections on prompts, responses and rewards."""
+"""Recipe sections on tasks, environments, engines, sampling and rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole recipe, `Config`, and its sections on evaluation, files and processes. Does not import torch.
+"""A whole recipe, `Config`, and its sections on evaluation, files, Ray and comparisons. Does not import torch.
 
 `[objective]`, `[task]` and `[[reward]]` name a part and contain its keywords. The part checks them when it is built,
 before a model is loaded. In other sections, an unknown key is an error.

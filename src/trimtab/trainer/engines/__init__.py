@@ -5,5 +5,5 @@
 - `remote`: runs an embedded or vLLM engine in another process, behind a transport.
 
 All engines share these modules: `request` validates requests, `decoding_rows` holds a call with its responses,
-`stopping` detects the end of one, `turn_exchange` applies results of turns, `weight_transfer` shares weights.
+`stopping` detects the end of a response, `turn_exchange` applies results of turns, `weight_transfer` shares weights.
 """

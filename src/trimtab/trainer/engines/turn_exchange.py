@@ -1,4 +1,4 @@
-"""Submits the turns of a generate call of any engine to its handler, and applies their results."""
+"""Submits the ended turns of a generate call to its `TurnHandler`, and applies the results."""
 
 from __future__ import annotations
 

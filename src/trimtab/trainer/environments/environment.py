@@ -32,6 +32,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+import numpy as np
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from trimtab.errors import TrimtabError, first_line
@@ -193,13 +194,13 @@ def _own_text(value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns a tool's result as text: strings unchanged, None as "", containers and arrays as JSON, others by `str`.
+    """Returns a result as text: strings unchanged, None as "", containers and NumPy arrays as JSON, others by `str`.
 
     Raises `EnvironmentFailed` if the text of an object contains a memory address.
     """
     if value is None or isinstance(value, str):
         return value or ""
-    is_array = hasattr(value, "tolist") and getattr(value, "ndim", 1) != 0
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
     if is_array or isinstance(value, Mapping | list | tuple | set | frozenset | bool):
         return json.dumps(value, default=_plain, ensure_ascii=False)
     return _own_text(value)

@@ -179,16 +179,19 @@ class Chat:
     begin = (BEGIN,)
 
     def parse(self, text: str) -> Call | None:
-        call = re.search(rf"{BEGIN}((?:(?!{BEGIN}).)*?){END}", text, re.DOTALL)  # as in `Tag`
+        call = re.search(rf"{BEGIN}(.*?){END}", text, re.DOTALL)
         if call is None:
             return None
-        try:
-            content = _Content.model_validate_json(call[1])
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            reason = ": ".join([*map(str, first["loc"]), first["msg"]])
-            raise ToolError(f'the call is not {{"name": ..., "arguments": {{...}}}}: {reason}') from None
-        return Call(content.name, content.arguments or {})
+        parts, reason = call[1].split(BEGIN), ""
+        for index in range(len(parts)):  # the opening tag may also stand in a sentence before the call, or inside it
+            try:
+                content = _Content.model_validate_json(BEGIN.join(parts[index:]))
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                reason = ": ".join([*map(str, first["loc"]), first["msg"]])
+            else:
+                return Call(content.name, content.arguments or {})
+        raise ToolError(f'the call is not {{"name": ..., "arguments": {{...}}}}: {reason}')
 
     def render(self, result: str) -> str:
         function = {"name": self._schemas[0]["function"]["name"], "arguments": {}}

@@ -1,4 +1,4 @@
-"""Features that end a run in which engine and trainer disagree: the canary, and the check of invariant numerics."""
+"""Features that end a run if engine and trainer disagree: the canary, and the check of invariant numerics."""
 
 from __future__ import annotations
 

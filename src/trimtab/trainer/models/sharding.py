@@ -1,9 +1,8 @@
 """Shards a model over ranks with FSDP2 (one parameter group per decoder layer, one for the rest); weights as a whole.
 
 FSDP gathers a group's weights before a module's forward and frees them after it. Scoring, however, calls the backbone
-and then reads the head's weight outside of any forward. Therefore a sharded model has a further method that FSDP treats
-as a forward: `with_full_weights` calls a function while embedding, final norm and head are gathered, in forward and
-backward.
+and then reads the head's weight outside of any forward. So a sharded model has a method that FSDP treats as a forward:
+`with_full_weights` calls a function while embedding, final norm and head are gathered, in forward and backward.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from trimtab.errors import TrimtabError
 from trimtab.trainer.rewards import Built, Response, Reward, build_weighted
 from trimtab.trainer.sandbox.python_pool import PythonPool, SandboxName
+from trimtab.trainer.tasks.answers import last_box
 from trimtab.types import Problem, RewardSpec, Task
 
 
@@ -145,6 +146,8 @@ _NUMPY = re.compile(r"\bnp\.(?=[a-z])")
 class MathEqual(Reward):
     """1 if the answer is mathematically equal to the gold answer, else 0 (also if no answer is found).
 
+    Of several boxes the last one counts, together with those before it that only a comma, "and" or "or" parts.
+
     It runs in a worker, and the timeout of the worker is the only one. The timeout of math-verify is off: it uses
     signal.alarm, which fails outside the main thread, and its timeouts and errors would count as 0 silently.
     """
@@ -173,13 +176,8 @@ class MathEqual(Reward):
         def equal(response: Response, problem: Problem) -> float:
             gold, answer = read_gold(problem.answer), readable(response.body(task.stop))
             config = [*boxed, ExprExtractionConfig()] if self.where == "anywhere" else boxed
-            if "\\boxed" in answer:
-                # The last box counts. math-verify joins boxes near to each other: "\boxed{1} and \boxed{2}" is {1, 2}.
-                texts = [answer[answer.rindex("\\boxed") :], answer]
-            else:
-                texts = {"boxed": [], "whole": [f"\\boxed{{{answer}}}"], "anywhere": [answer]}[self.where]
-            read_texts = (read(text, config) for text in texts)
-            return float(any(verify(gold, found, timeout_seconds=None, raise_on_error=True) for found in read_texts))
+            text = last_box(answer) or {"boxed": "", "whole": f"\\boxed{{{answer}}}", "anywhere": answer}[self.where]
+            return float(verify(gold, read(text, config), timeout_seconds=None, raise_on_error=True))
 
         return Built(equal, isolated=True)
 
@@ -237,7 +235,9 @@ def _between(text: str, tag: str) -> str | None:
     return inside.strip() if closing and opening else None
 
 
-_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+# A fence that opens a block is the first of its line, with at most the name of a language after it.
+_BLOCK = re.compile(r"^(?:(?!```)[^\n])*`{3,}[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+_PYTHON = re.compile(r"py(?:thon)?[\d.]*", re.IGNORECASE)
 
 
 class PythonTests(Reward):
@@ -274,9 +274,9 @@ class PythonTests(Reward):
             if not tests:
                 raise ValueError(f"the problem has no {self.tests!r}; name the column in the task's extra")
             body = response.body(task.stop)
-            blocks = [(tag.strip().lower()[:2], code) for tag, code in _BLOCK.findall(body)]
-            of_python, untagged = ([code for tag, code in blocks if tag == wanted] for wanted in ("py", ""))
-            code = (of_python or untagged or [body])[-1]
+            blocks = _BLOCK.findall(body)
+            of_python = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+            code = (of_python or [code for language, code in blocks if not language] or [body])[-1]
             lines = tests if isinstance(tests, str) else "\n".join(tests)
             with pool().session() as session:
                 for text in (self.program.replace("{code}", code), lines):

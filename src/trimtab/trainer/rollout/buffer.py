@@ -102,8 +102,7 @@ class Buffer:
         """Waits for a batch; returns its groups and the statistics since the last call.
 
         version: number of updates before the step that trains on the batch. partial: return the groups that are ready,
-        without waiting for more. on_wait: called with the lock held before every wait; an exception from it ends the
-        wait.
+        without waiting for more. on_wait: called with the lock held before every wait; its exception ends the wait.
         """
         with self.changing():
             while (numbers := self.schedule.batch(partial=partial)) is None:

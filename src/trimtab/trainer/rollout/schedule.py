@@ -16,8 +16,7 @@ groups before it are consumed first:
 
 `latest` is the largest version at which the next batch can be taken. The number of groups before it only decreases and
 updates may be skipped but not added, so the left side only decreases after the admission. There is one exception: a
-batch of groups without signal advances the version without consuming admitted groups. Groups that are then too old
-expire.
+batch of groups without signal advances the version and consumes no admitted groups. Those that are then too old expire.
 
 Without `ahead`, groups are admitted only for the batch that the trainer is waiting for: generation and training take
 turns.

@@ -296,7 +296,7 @@ def test_a_password_in_an_address_is_refused_and_not_quoted(override: str, capsy
 def test_overrides_are_stripped_and_split_at_commas_outside_quotes_and_brackets() -> None:
     parsed = [parse_override(text) for text in ("objective.name = grpo", "optim.lr= .1")]
     assert parsed == [("objective.name", "grpo"), ("optim.lr", 0.1)]
-    assert split_overrides('task.stop=["]"],seed=1', "x") == ['task.stop=["]"]', "seed=1"]
+    assert split_overrides('task.stop=["]"],seed=1, , a = "x,y"', "x") == ['task.stop=["]"]', "seed=1", ' a = "x,y"']
 
 
 def test_paths_of_a_recipe_are_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

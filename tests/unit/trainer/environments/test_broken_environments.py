@@ -398,7 +398,7 @@ def test_what_reset_returns_without_a_text_costs_its_episode(tokenizer: Any, val
 def test_arrays_and_numbers_inside_a_result_become_json() -> None:
     value = {"diff": np.int64(5), "ok": np.bool_(False), "grid": np.eye(2), "more": [torch.tensor(1.5)]}
     assert environment.text_of(value) == '{"diff": 5, "ok": false, "grid": [[1.0, 0.0], [0.0, 1.0]], "more": [1.5]}'
-    values = {"[1, 2]": np.array([1, 2]), "[[1.0]]": torch.eye(1), "0.1": np.float32(0.1), "1.5": np.array(1.5)}
+    values = {"[1, 2]": np.array([1, 2]), "[[1.0]]": np.eye(1), "0.1": np.float32(0.1), "1.5": np.array(1.5)}
     assert [environment.text_of(value) for value in values.values()] == [*values]
 
 

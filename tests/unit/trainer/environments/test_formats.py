@@ -285,6 +285,7 @@ def test_a_result_is_what_the_template_puts_between_two_turns(appending: Any) ->
         ('<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>', {}),
         ('<tool_call>{"name": "search"}</tool_call>', {}),
         ('<think>A <tool_call>?</think>\n<tool_call>{"name": "search"}</tool_call>', {}),
+        ('<tool_call>{"name": "search", "arguments": {"text": "<tool_call>"}}</tool_call>', {"text": "<tool_call>"}),
         ("The answer is 5.<|im_end|>", None),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.support.eval_results import result
 
-from trimtab.cli.evaluate import draw
+from trimtab.cli.evaluate import rich_table
 from trimtab.errors import TrimtabError
 from trimtab.intervals import wilson
 from trimtab.trainer.environments.episode import EpisodeCounts
@@ -103,7 +103,7 @@ def test_json_and_terminal_show_the_same_numbers(results):
     assert average["pass"]["4"]["value"] == pytest.approx(0.625)
     console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     for table in results.tables():
-        console.print(draw(table))
+        console.print(rich_table(table))
     text = console.export_text()
     assert all(cell in text for table in results.tables() for row in table.rows for cell in row)
 

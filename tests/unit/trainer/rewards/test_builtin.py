@@ -128,7 +128,10 @@ CHAT = tasks.build("reasoning-gym", dataset="gcd", style="chat", holdout=1, size
         ("\\boxed{}", "27", 0.0),
         ("First \\boxed{3}, wait, final \\boxed{4}", "4", 1.0),
         ("First \\boxed{3}, wait, final \\boxed{4}", "3", 0.0),
-        ("\\boxed{1} and \\boxed{2}", "\\{1, 2\\}", 1.0),
+        ("$x = \\boxed{1}$ and $x=\\boxed{2}$", "\\{1, 2\\}", 1.0),
+        ("$x = \\boxed{1}$ and $x=\\boxed{2}$", "2", 0.0),
+        ("$\\boxed{5}$ (put in \\boxed for $7$)", "7", 0.0),
+        ("\\boxed{\\frac{\\boxed{1}}{\\boxed{2}}}", "2", 0.0),
         ("\\boxed{27", "27", 0.0),
     ],
 )

@@ -38,13 +38,14 @@ def python() -> Iterator[Scorer]:
             1.0,
         ),
         ("Calls:\n```text\nf(2)\n```\n```Python\ndef f(x): return x * x\n```\nRun:\n```bash\npython f.py\n```", 1.0),
-        ("Text:\n```text\nf(2)\n```\n```\ndef f(x): return x * x\n```", 1.0),
+        ("Text:\n```text\nf(2)\n```\n````\ndef f(x): return x * x\n````", 1.0),
+        ("```f(2)``` does this:\n```python\ndef f(x): return x * x\n```\n```pycon\n>>> f(2)\n4\n```", 1.0),
         ("def f(x):\n    return x + x", 0.0),
         ("def f(x)\n    return x * x", 0.0),
         ("def f(x):\n    while True: pass", 0.0),
         ("raise SystemExit", 0.0),
     ],
-    ids=["right", "last-block", "languages", "untagged", "wrong", "syntax", "endless", "exit"],
+    ids=["right", "last-block", "languages", "untagged", "inline", "wrong", "syntax", "endless", "exit"],
 )
 def test_programs_of_a_free_text(python: Scorer, text: str, value: float) -> None:
     problem = Problem("x", "square", "", {"tests": ["assert f(2) == 4", "assert f(3) == 9"]})

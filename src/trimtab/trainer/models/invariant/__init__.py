@@ -183,8 +183,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 def make_invariant(model: Any) -> None:
     """Makes `model`, a transformers causal language model of `INVARIANT`, batch-invariant in place.
 
-    Rotary embeddings are not replaced: their product has one term, and `cos` and `sin` run the same code for all
-    numbers.
+    Rotary embeddings are not replaced: their product has one term; `cos` and `sin` run the same code for all numbers.
     """
     _check(model)
     for module in model.base_model.modules():

@@ -83,8 +83,7 @@ def rms_norm(
 
     One program computes one row; its sum of squares is one reduction of a block whose size depends on the width alone.
     (vLLM's kernel chose the size of its thread block by the number of rows, so its bits depended on the batch:
-    vllm-project/vllm#48391.) The backward is PyTorch's: only the trainer computes gradients, which need not be
-    invariant.
+    vllm-project/vllm#48391.) The backward is PyTorch's: gradients, which only the trainer computes, may vary.
     """
     return _RMSNorm.apply(states, weight, epsilon)
 
@@ -118,8 +117,7 @@ class _RMSNorm(torch.autograd.Function):
 def silu(states: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
     """Returns `states / (1 + exp(-states))`, computed in float32 and rounded once. It has no gradient.
 
-    One compiled variant computes all elements, whatever their number; PyTorch's kernels compute the last block by other
-    code.
+    One compiled variant computes all elements, whatever their number; PyTorch has other code for the last block.
     """
     dtype = check_operands(states)
     states = as_aligned(states)
