@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "trainer.lab": {"trainer", "trainer.config", "trainer.processes", "objectives", "runs"},
     "trainer.models": set(),
-    "trainer.rewards": {"trainer.registry", "trainer.sandbox"},
+    "trainer.rewards": {"trainer.registry", "trainer.sandbox", "trainer.tasks"},
     "trainer.rollout": {
         *(f"trainer.{part}" for part in ("config", "engines", "environments", "rewards", "tasks", "seeds")),
         "runs",
