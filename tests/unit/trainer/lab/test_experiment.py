@@ -17,7 +17,6 @@ from trimtab.trainer.lab.experiment import (
     METHODS,
     REGIMES,
     ExperimentPlan,
-    PlannedRun,
     parse_method,
     plan_experiment,
     plan_from_recipe,
@@ -25,19 +24,14 @@ from trimtab.trainer.lab.experiment import (
 from trimtab.trainer.lab.regimes import PARTS, RECIPE, regime
 from trimtab.trainer.run import build_parts
 
-OUT = Path("out")
-
 
 def planned(methods: list[str], regimes: list[str], seeds: int = 1, **more: object) -> ExperimentPlan:
-    return plan_experiment(methods, [regime(name) for name in regimes], seeds, OUT, **more)  # pyright: ignore[reportArgumentType]
-
-
-def by_name(result: ExperimentPlan) -> dict[str, PlannedRun]:
-    return {run.name: run for run in result.runs}
+    return plan_experiment(methods, [regime(name) for name in regimes], seeds, Path("out"), **more)  # pyright: ignore[reportArgumentType]
 
 
 def test_every_method_meets_every_regime_with_every_seed() -> None:
-    runs = by_name(planned(["dapo", "icepop:weight_max=3"], ["on-policy", "stale-32+int3"], seeds=2))
+    plan = planned(["dapo", "icepop:weight_max=3"], ["on-policy", "stale-32+int3"], seeds=2)
+    runs = {run.name: run for run in plan.runs}
     assert list(runs) == [
         f"{regime}/{method}/seed{seed}"
         for seed in (0, 1)
