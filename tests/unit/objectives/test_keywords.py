@@ -28,7 +28,7 @@ from trimtab.objectives import (
     keywords_of,
     objective,
 )
-from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, value_at
+from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES
 from trimtab.objectives.lookup import from_section
 from trimtab.objectives.presets import COMPOSED, PRESETS
 from trimtab.trainer.config import load_config, recipe_names, sections
@@ -40,22 +40,6 @@ def test_every_keyword_of_the_table_is_one_of_a_preset_and_the_other_way_round()
     used = {key for preset in PRESETS.values() for key in preset.paths}
     assert used | set(PART_KEYS) | {"advantage"} == set(TYPES)
     assert set(COMPOSED.paths) == SHARED
-
-
-def test_a_keyword_sets_the_field_at_its_path() -> None:
-    """Two keywords of one part, one of a mask, and one of the objective itself."""
-    given = {"weight_min": 0.25, "weight_max": 3, "keep_max": 1.5, "entropy_coef": 0.1, "clip_dual": 4}
-    built = objective("geo-mask-token-tis", **given)
-    expected = Objective(
-        "geo-mask-token-tis",
-        Ratio(),
-        Clipped(dual=4.0),
-        Weight("token", "clip", 0.25, 3.0),
-        masks=(Band("geometric", 0.99, 1.5),),
-        entropy_coef=0.1,
-    )
-    assert built == expected
-    assert [value_at(built, PRESETS[built.name].paths[key]) for key in given] == list(given.values())
 
 
 def test_a_preset_may_set_a_mask_by_the_keyword_of_a_weight() -> None:

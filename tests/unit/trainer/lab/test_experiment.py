@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -190,12 +189,6 @@ def test_only_the_objective_of_the_recipe_has_its_keywords_and_advantage() -> No
     assert [config.advantage.kind for config in made.values()] == ["rloo", None, None]
 
 
-def test_an_objective_of_parts_is_compared_with_presets() -> None:
-    parts = ("objective.name=composed", 'objective.surrogate={kind="clipped"}', 'objective.mask=[{kind="veto"}]')
-    made = configs("laboratory", "composed", "grpo", overrides=parts)
-    assert made["composed"].objective.keywords == {"surrogate": {"kind": "clipped"}, "mask": [{"kind": "veto"}]}
-
-
 @pytest.mark.parametrize("name", PARTS)
 def test_every_regime_is_a_recipe_that_differs_from_on_policy_by_its_mechanism(name: str) -> None:
     config = load_config(RECIPE, regime(name).settings())
@@ -238,13 +231,6 @@ def test_regimes_that_do_not_exist_or_fit_are_refused(name: str, words: list[str
         regime(name)
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words)
-
-
-def test_two_parts_of_different_kinds_always_add_up() -> None:
-    kinds = {name: frozenset(part.changes) for name, part in PARTS.items()}
-    for first, second in itertools.combinations(kinds, 2):
-        if not kinds[first] & kinds[second]:
-            assert set(regime(f"{first}+{second}").changes) == kinds[first] | kinds[second]
 
 
 def results(candidates: tuning.Candidates, accuracies: dict[str, list[float]]) -> dict[str, RunSummary]:
