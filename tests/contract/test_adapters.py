@@ -56,14 +56,11 @@ def allowed(trainer: str, name: str) -> dict[str, Any]:
     return {"aggregation": kinds[0]}
 
 
-def scored(_logits: Tensor, *, unconcat_tokens: list[Tensor], **_: Any) -> dict[str, list[Tensor]]:
-    return {"log_probs": unconcat_tokens}
-
-
 @pytest.fixture(autouse=True)
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adapters import from NeMo-RL and slime: three enumerations, and the function that scores tokens."""
     install_nemo_rl(monkeypatch)
+    scored = lambda _, unconcat_tokens, **__: {"log_probs": unconcat_tokens}  # noqa: E731
     monkeypatch.setattr(slime, "_score_function", lambda: scored)
 
 

@@ -17,7 +17,7 @@ from trimtab.runs.directory import read_metrics
 from trimtab.runs.layout import checkpoint_folder
 from trimtab.trainer import run
 from trimtab.trainer.checkpoint import store
-from trimtab.trainer.config import Config, load_config
+from trimtab.trainer.config import load_config
 from trimtab.trainer.features.feature import (
     Feature,
     ForwardPass,
@@ -111,17 +111,14 @@ class CountingFeature(Feature):
         self.steps_before = saved["step"] - 100
 
 
-def recipe(steps: int) -> Config:
-    """Two mini-batches of one micro-batch a step, so that the proximal policy has a forward of its own."""
-    small = ["prompts=4", "samples=4", "minibatches=2", "micro_batch_tokens=100000"]
-    sets = [f"trainer.steps={steps}", *(f"trainer.{item}" for item in small), "eval.problems=2", "eval.every=0"]
-    return load_config("laboratory", [*sets, "checkpoint.every=1", "checkpoint.keep=9", "optim.warmup=0"])
-
-
 def train(steps: int, out: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> CountingFeature:
+    """With two mini-batches of one micro-batch a step, so that the proximal policy has a forward of its own."""
     feature = CountingFeature()
     monkeypatch.setattr(run, "build_features", lambda *_: [feature])
-    run.train(recipe(steps), out=out, resume=resume)
+    small = ["prompts=4", "samples=4", "minibatches=2", "micro_batch_tokens=100000"]
+    sets = [f"trainer.steps={steps}", *(f"trainer.{item}" for item in small), "eval.problems=2", "eval.every=0"]
+    recipe = load_config("laboratory", [*sets, "checkpoint.every=1", "checkpoint.keep=9", "optim.warmup=0"])
+    run.train(recipe, out=out, resume=resume)
     return feature
 
 

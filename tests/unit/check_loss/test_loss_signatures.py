@@ -110,24 +110,16 @@ def test_parameters_with_other_names() -> None:
         of_function(loss, {**named, "epz": 0.1})
 
 
-def no_advantage(logps: Tensor, mask: Tensor) -> Tensor:
-    return (logps * mask).sum()
-
-
 def per_token(logps: Tensor, advantages: Tensor) -> Tensor:
     return logps * advantages
-
-
-def of_single_precision(logps: Tensor, advantages: Tensor) -> Tensor:
-    return (logps * advantages).to(torch.float32).sum()
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (no_advantage, "no parameter takes `advantage`"),
+        (lambda logps, mask: (logps * mask).sum(), "no parameter takes `advantage`"),
         (per_token, r"per_token cannot be called .* returned a tensor of shape \(3, 6\): reduce it"),
-        (of_single_precision, "computes in float32, and is probed in float64"),
+        (lambda logps, advantages: (logps * advantages).to(torch.float32).sum(), "float32, and is probed in float64"),
     ],
 )
 def test_what_cannot_be_checked_is_said(function: Any, message: str) -> None:

@@ -396,8 +396,7 @@ def test_texts_are_those_of_roles_views_and_figures() -> None:
     assert all(row.keys() >= {"title", "reading"} for part in ("views", "charts") for row in texts[part].values())
 
 
-ROOT = Path(__file__).parents[3]
-SCRIPT = runpy.run_path(str(ROOT / "docs" / "detection.py"))
+SCRIPT = runpy.run_path(str(DOCS / "detection.py"))
 
 
 def test_the_table_has_every_threshold_with_its_meaning() -> None:

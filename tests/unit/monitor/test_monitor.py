@@ -49,18 +49,6 @@ def test_tokens_without_a_log_prob_are_left_out_and_counted(value: float) -> Non
     assert found["response/length"] == clean["response/length"]
 
 
-def test_lost_weights_are_an_alarm_within_three_steps_and_only_once() -> None:
-    raised: list[Alarm] = []
-    monitor = Monitor(on_alarm=raised.append)
-    for step in range(30):
-        monitor.observe(**batch(step, drift=0.0 if step < 20 else 0.1 * (step - 19)))
-    verdict = monitor.close()
-    assert [one.name for one in raised].count("undelivered") == 1
-    assert raised[0].name == "undelivered"
-    assert 20 < raised[0].step <= 22
-    assert verdict.status == "fail"
-
-
 def test_an_alarm_that_gets_worse_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {1: "note", 2: "note", 3: "fail", 4: "fail", 5: "note"}
     monkeypatch.setattr(
@@ -83,15 +71,6 @@ def test_no_alarm_without_a_fault_and_a_verdict_after_twenty_steps() -> None:
     assert monitor.verdict.status == "ok"
     assert "monitor/verdict" not in figures[19]
     assert figures[20]["monitor/verdict"] == 0
-
-
-def test_an_alarm_is_a_warning_by_default() -> None:
-    monitor = Monitor()
-    for step in range(5):
-        monitor.observe(**batch(step, drift=1.5))
-    with pytest.warns(trimtab.TrimtabWarning) as warned:
-        monitor.close()
-    assert "step 4: k3-large" in " ".join(str(one.message) for one in warned)
 
 
 def test_files_and_the_figures_of_diagnose_on_them(tmp_path: Path) -> None:

@@ -28,34 +28,16 @@ from trimtab.objectives import (
     keywords_of,
     objective,
 )
-from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES, value_at
+from trimtab.objectives.keywords import PART_KEYS, PATHS, TYPES
 from trimtab.objectives.lookup import from_section
 from trimtab.objectives.presets import COMPOSED, PRESETS
 from trimtab.trainer.config import load_config, recipe_names, training_sections
-
-SHARED = {"aggregation", "length_max", "denominator", "kl", "kl_coef", "entropy_coef"}
 
 
 def test_every_keyword_of_the_table_is_one_of_a_preset_and_the_other_way_round() -> None:
     used = {key for preset in PRESETS.values() for key in preset.paths}
     assert used | set(PART_KEYS) | {"advantage"} == set(TYPES)
-    assert set(COMPOSED.paths) == SHARED
-
-
-def test_a_keyword_sets_the_field_at_its_path() -> None:
-    """Two keywords of one part, one of a mask, and one of the objective itself."""
-    given = {"weight_min": 0.25, "weight_max": 3, "keep_max": 1.5, "entropy_coef": 0.1, "clip_dual": 4}
-    built = objective("geo-mask-token-tis", **given)
-    expected = Objective(
-        "geo-mask-token-tis",
-        Ratio(),
-        Clipped(dual=4.0),
-        Weight("token", "clip", 0.25, 3.0),
-        masks=(Band("geometric", 0.99, 1.5),),
-        entropy_coef=0.1,
-    )
-    assert built == expected
-    assert [value_at(built, PRESETS[built.name].paths[key]) for key in given] == list(given.values())
+    assert set(COMPOSED.paths) == {"aggregation", "length_max", "denominator", "kl", "kl_coef", "entropy_coef"}
 
 
 def test_a_preset_may_set_a_mask_by_the_keyword_of_a_weight() -> None:
@@ -222,17 +204,13 @@ def test_every_part_of_the_library_has_a_kind_in_recipes() -> None:
     assert {kind for kind in classes if issubclass(kind, objectives.Surrogate)} == set(keywords.SURROGATES.values())
 
 
-UNCLIPPED = 'objective.surrogate={kind="unclipped"}'
-WEIGHT = 'objective.weight={level="token", bound="truncate", max=3.0}'
-
-
 def built(recipe: str, *overrides: str) -> Objective:
     return from_section(load_config(recipe, overrides).objective.model_dump())
 
 
 @in_one_test("recipe", recipe_names())
 def test_the_surrogate_of_every_recipe_can_be_replaced(recipe: str) -> None:
-    overrides = [UNCLIPPED]
+    overrides = ['objective.surrogate={kind="unclipped"}']
     while (keyword := keyword_without_effect(recipe, overrides)) is not None:
         overrides.append(f"unset=objective.{keyword}")
     assert isinstance(built(recipe, *overrides).surrogate, Unclipped)
@@ -252,8 +230,7 @@ def keyword_without_effect(recipe: str, overrides: list[str]) -> str | None:
 
 @in_one_test("recipe", ["quickstart", "laboratory", "7b-8gpu", "quickstart-tools"])
 def test_the_weight_can_be_replaced_beside_the_default_of_a_base(recipe: str) -> None:
-    objective = built(recipe, WEIGHT)
-    assert objective.weight.max == 3.0
+    assert built(recipe, 'objective.weight={level="token", bound="truncate", max=3.0}').weight.max == 3.0
 
 
 def test_a_bound_of_a_base_is_taken_back_for_calibration() -> None:

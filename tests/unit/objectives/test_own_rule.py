@@ -18,13 +18,12 @@ from trimtab.report.run_objective import equation_of
 
 DPPO = "tests.unit.objectives.own_rule:dppo"
 OWN = DPPO.removesuffix("dppo")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
 def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules are found beside the current directory."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(Path(__file__).parents[3])
 
 
 def test_its_equation_and_its_configuration_lines_need_no_other_file():

@@ -24,17 +24,6 @@ def _draw(axes: Axes, values: list[float], *, log: bool = False, top: float | No
     draw_curves(axes, [Curve("a", [(np.arange(1, len(values) + 1, dtype=float), np.array(values))])], log=log, top=top)
 
 
-def test_what_happens_at_a_step_is_drawn_there() -> None:
-    """A collapse at step 201 of 400; on a logarithmic axis the drop of a single step is seen whole."""
-    axes = Figure().add_subplot()
-    _draw(axes, [0.5] * 200 + [0.0] * 200)
-    assert np.asarray(axes.lines[1].get_ydata())[:200] == pytest.approx(0.5)
-    axes = Figure().add_subplot()
-    _draw(axes, [1.0] * 200 + [1e-13] + [1.0] * 199, log=True)
-    (line,) = axes.lines
-    assert np.asarray(line.get_ydata())[200] == 1e-13
-
-
 def test_returns_are_marked_without_changing_the_axis() -> None:
     axes = Figure().add_subplot()
     _draw(axes, [0.2] * 40)

@@ -62,19 +62,16 @@ def test_report_and_diagnose_agree_on_one_run(tmp_path: Path, noise: float, heal
     figures = diagnosis.measured.size.mismatch
     # Every step logs exactly what the files say, so that both judge the same numbers.
     relog(run, lambda row: row | {f"mismatch/{key}": value for key, value in figures.items()})
-    marks = _marks(write_report(read_run(run)))
+    # What the table of metrics of report.html says of each figure of the mismatch.
+    row = r'<td class="mono"><bdi>mismatch/(\w+)</bdi></td>(.*?)</tr>'
+    found = re.findall(row, write_report(read_run(run)).read_text(), re.DOTALL)
+    marks = {key: next(iter(re.findall(r">(healthy|outside)<", rest)), "") for key, rest in found}
     assert marks["k3"] == ("healthy" if healthy else "outside")
     assert {key for key, mark in marks.items() if mark == "outside"} == set(diagnosis.answer.outside)
     words = terminal_text(diagnosis)
     size = next(line for line in words.splitlines() if line.startswith("size"))
     assert ("too much" in size or "beyond" in size) != healthy
     assert ('spaced verdict good"' in page(diagnosis)) <= healthy
-
-
-def _marks(report: Path) -> dict[str, str]:
-    """What the table of metrics of report.html says of each figure of the mismatch."""
-    rows = re.findall(r'<td class="mono"><bdi>mismatch/(\w+)</bdi></td>(.*?)</tr>', report.read_text(), re.DOTALL)
-    return {key: next(iter(re.findall(r">(healthy|outside)<", rest)), "") for key, rest in rows}
 
 
 @given(st.sampled_from([row.key for part in sections() for row in part.metrics]), st.floats(1e-6, 1e3), st.booleans())

@@ -154,14 +154,6 @@ def test_the_applied_weight_is_the_correction_of_the_trainer(preset: str) -> Non
     torch.testing.assert_close(applied, torch.cat(expected).double(), rtol=2e-5, atol=1e-7)
 
 
-def test_the_applied_weight_of_a_bypass_is_the_ratio_until_it_is_clipped() -> None:
-    data = AdviceData.of(noisy(80, 0.4))
-    ratio, result = data.ratios["token"], weights(trimtab.objective("token-bypass"), data, 1.0)
-    kept = result != 0
-    torch.testing.assert_close(result[kept], ratio[kept], rtol=2e-5, atol=1e-7)
-    assert 0.3 < kept.double().mean() < 0.95
-
-
 def test_equal_policies_leave_everything_as_it_is() -> None:
     for row in rate_presets(AdviceData.of(noisy(60, 0.0))):
         assert (row.kept, row.changed) == (1.0, 0.0), row.preset

@@ -201,12 +201,6 @@ def test_the_list_of_methods_is_made_of_the_rules_and_the_map() -> None:
         assert named == [*map(regime.preferred, named)]
 
 
-def measured(sample: TokenTable, verdict: str, k3: float) -> Measured:
-    origin = DataSummary("columns", 1, sample.responses, sample.tokens, sample.tokens, "proximal")
-    size = MismatchSize({"k3": k3}, {}, 0.0, "", verdict)
-    return Measured(origin, size, {}, DriftSplit(False, ""), np.zeros((2, 2)), sample)
-
-
 @pytest.mark.parametrize(("cause", "noise", "calibrated"), [("quantized", 0.04, True), ("routing", 0.2, False)])
 def test_advise_recommends_a_row_of_its_own_table_and_a_recipe_takes_it(
     cause: str, noise: float, calibrated: bool
@@ -216,7 +210,10 @@ def test_advise_recommends_a_row_of_its_own_table_and_a_recipe_takes_it(
     log = rng.normal(-(noise**2) / 2, noise, 600).astype(np.float32)
     starts = np.arange(0, 601, 10, dtype=np.int64)
     sample = TokenTable(starts, np.ones(600, dtype=np.bool_), behavior, proximal=behavior + log)
-    table, wanted = advise(measured(sample, "moe", 8e-4), [Cause(cause, 0.8, "seen")])
+    origin = DataSummary("columns", 1, sample.responses, sample.tokens, sample.tokens, "proximal")
+    size = MismatchSize({"k3": 8e-4}, {}, 0.0, "", "moe")
+    measured = Measured(origin, size, {}, DriftSplit(False, ""), np.zeros((2, 2)), sample)
+    table, wanted = advise(measured, [Cause(cause, 0.8, "seen")])
     [row] = [row for row in table if row.preset == wanted.preset and row.overrides == wanted.overrides]
     assert row.calibrated is calibrated
     assert row.kept >= 0.95

@@ -196,12 +196,6 @@ def test_a_file_of_another_kind_or_without_data_is_one_clear_line(
     assert re.search(message, refused(tmp_path / name))
 
 
-def test_a_truncated_parquet_file_is_damaged(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"logp_behavior": [[-1.0]]}), tmp_path / "a.parquet")
-    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    assert "damaged or unfinished" in refused(tmp_path / "a.parquet")
-
-
 def test_missing_files_and_empty_folders_are_refused(tmp_path: Path) -> None:
     assert "no file" in refused(tmp_path / "absent.parquet")
     assert "holds no parquet" in refused(tmp_path)

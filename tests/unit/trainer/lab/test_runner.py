@@ -38,7 +38,8 @@ class Steps(RunsDisplay):
 def test_a_worker_that_dies_costs_its_run_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(runner, "_start_process", lambda: WorkerProcess("tests.programs.two_step_worker"))
-    observer, made = Steps(), recipes(tmp_path, 3)
+    observer = Steps()
+    made = {str(seed): load_config("laboratory", [f"seed={seed}", f"out={tmp_path / str(seed)}"]) for seed in range(3)}
     results = runner.train_all(made, workers=1, observer=observer)
     assert [result.status for result in results.values()] == ["done", "failed", "done"]
     assert results["1"].error == "its process was killed (by hand, or because memory ran out)"
@@ -60,10 +61,6 @@ def test_a_file_is_no_place_for_a_comparison_or_a_warm_start(tmp_path: Path) -> 
     for start in (partial(runner.run_recipe_comparison, observer=Steps(), resume=False), supervised_warm_start):
         with pytest.raises(TrimtabError, match=r"out: Not a directory.*choose another folder"):
             start(load_config("laboratory"), out=tmp_path / "out")
-
-
-def recipes(out: Path, count: int) -> dict[str, Config]:
-    return {str(seed): load_config("laboratory", [f"seed={seed}", f"out={out / str(seed)}"]) for seed in range(count)}
 
 
 def config(out: Path, *sets: str) -> Config:

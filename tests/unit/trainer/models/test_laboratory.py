@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from trimtab.trainer import tasks
 from trimtab.trainer.models import laboratory
-from trimtab.trainer.models.load import LoadedModel, load
+from trimtab.trainer.models.load import load
 from trimtab.trainer.models.logprobs import TokenBatch, score
 
 
@@ -65,7 +65,9 @@ def test_mixtures_are_as_large_as_the_dense_model_and_load_anywhere(tmp_path: Pa
     sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (dense, mixture.model)]
     assert sizes[1] == size
     assert abs(sizes[1] - sizes[0]) < 0.03 * sizes[0]
-    assert "trimtab" not in _saved(mixture, tmp_path).joinpath("config.json").read_text()
+    mixture.model.save_pretrained(tmp_path)
+    mixture.tokenizer.save_pretrained(tmp_path)
+    assert "trimtab" not in (tmp_path / "config.json").read_text()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # transformers alone, with its own experts and attention
     ids = torch.tensor([mixture.tokenizer("3141592653=1123345569.").input_ids])
     expected = plain(ids).logits[0, 10:-1].log_softmax(-1).gather(-1, ids[0, 11:, None])[:, 0]
@@ -74,9 +76,3 @@ def test_mixtures_are_as_large_as_the_dense_model_and_load_anywhere(tmp_path: Pa
     loaded = load(str(tmp_path), dtype=torch.float32)
     for model in (mixture.model, loaded.model):
         torch.testing.assert_close(score(model, batch).logp[0], expected, atol=1e-5, rtol=0)
-
-
-def _saved(loaded: LoadedModel, folder: Path) -> Path:
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    return folder
