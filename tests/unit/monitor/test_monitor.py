@@ -49,18 +49,18 @@ def test_tokens_without_a_log_prob_are_left_out_and_counted(value: float) -> Non
     assert found["response/length"] == clean["response/length"]
 
 
-def test_an_alarm_that_gets_worse_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = {1: "note", 2: "note", 3: "fail", 4: "fail", 5: "note"}
+def test_an_alarm_is_raised_again_if_it_gets_worse_and_after_twenty_quiet_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = {1: "note", 2: "note", 3: "fail", 4: "fail", 5: "note", 24: "note", 44: "note"}
     monkeypatch.setattr(
         "trimtab.monitor.monitor.alarms",
         lambda steps: [Alarm(planted[n], "undelivered", "", step=n) for n in [steps[-1].number] if n in planted],
     )
     raised: list[Alarm] = []
     monitor = Monitor(on_alarm=raised.append)
-    for step in range(6):
+    for step in range(46):
         monitor.observe(**batch(step))
     assert (monitor.close().status, monitor.verdict.detail) == ("fail", "undelivered at step 3")
-    assert [(one.step, one.status) for one in raised] == [(1, "note"), (3, "fail")]
+    assert [(one.step, one.status) for one in raised] == [(1, "note"), (3, "fail"), (44, "note")]
 
 
 def test_no_alarm_without_a_fault_and_a_verdict_after_twenty_steps() -> None:

@@ -86,7 +86,7 @@ def regime(name: str) -> Regime:
     owner: dict[str, str] = {}
     for word in words:
         for key in PARTS[word].changes:
-            if (other := owner.setdefault(key, word)) != word and PARTS[other].changes[key] != PARTS[word].changes[key]:
+            if (other := owner.setdefault(key, word)) != word:
                 raise TrimtabError(f"regime {name!r}: {other!r} and {word!r} both set {key}; keep one of them")
     parts = [PARTS[word] for word in words]
     return Regime(
