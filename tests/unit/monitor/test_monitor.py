@@ -49,7 +49,7 @@ def test_tokens_without_a_log_prob_are_left_out_and_counted(value: float) -> Non
     assert found["response/length"] == clean["response/length"]
 
 
-def test_an_alarm_is_raised_again_if_it_gets_worse_and_after_twenty_quiet_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alarms_are_raised_again_if_they_get_worse_or_after_twenty_quiet_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {1: "note", 2: "note", 3: "fail", 4: "fail", 5: "note", 24: "note", 44: "note"}
     monkeypatch.setattr(
         "trimtab.monitor.monitor.alarms",
