@@ -12,7 +12,13 @@ from tests.support.trajectories import multi_turn, trajectory
 from trimtab.trainer.environments.episode import EpisodeCounts
 from trimtab.trainer.packing import to_tensors
 from trimtab.trainer.rollout.rollout_stats import RolloutStats
-from trimtab.trainer.step_statistics import StepStatistics, batch_metrics, rollout_metrics, update_metrics
+from trimtab.trainer.step_statistics import (
+    StepStatistics,
+    batch_metrics,
+    rollout_metrics,
+    speed_metrics,
+    update_metrics,
+)
 
 
 def test_lengths_ages_and_entropies_count_sampled_tokens() -> None:
@@ -64,3 +70,9 @@ def test_shares_of_episodes_and_of_calls() -> None:
     result = rollout_metrics(stats, dropped=0)
     assert (result["episode/calls"], result["episode/tool_errors"], result["episode/void"]) == (1.25, 0.4, 0.25)
     assert result["episode/failed"] == 1
+
+
+def test_tokens_per_second_and_memory_in_bytes() -> None:
+    result = speed_metrics({"collect": 4.0, "update": 1.5, "proximal": 0.5}, rollout_tokens=100, train_tokens=60)
+    assert (result["tokens_per_second/rollout"], result["tokens_per_second/train"]) == (25.0, 30.0)
+    assert 50e6 < result["memory/rss"] < 50e9
