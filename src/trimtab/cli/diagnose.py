@@ -192,10 +192,11 @@ def _answer(
     if form == "json":
         against_json = {} if comparison is None else {"against": against_dict(comparison)}
         print_json({**as_dict(diagnosis), **against_json, "report": None if redact else target})
-    elif form == "markdown":
-        echo(markdown(diagnosis, comparison, command))
-    else:
-        echo(terminal_text(diagnosis, shown, terminal_width(), comparison))
+        return
+    as_markdown, width = form == "markdown", terminal_width()
+    echo(
+        markdown(diagnosis, comparison, command) if as_markdown else terminal_text(diagnosis, shown, width, comparison)
+    )
 
 
 def parse_columns(given: Sequence[str]) -> dict[str, str]:
