@@ -146,7 +146,7 @@ _NUMPY = re.compile(r"\bnp\.(?=[a-z])")
 class MathEqual(Reward):
     """1 if the answer is mathematically equal to the gold answer, else 0 (also if no answer is found).
 
-    Of several boxes the last one counts, together with those before it that only a comma, "and" or "or" parts.
+    Of several boxes the last one counts; boxes with no words between them but "and" and "or" count as one set.
 
     It runs in a worker, and the timeout of the worker is the only one. The timeout of math-verify is off: it uses
     signal.alarm, which fails outside the main thread, and its timeouts and errors would count as 0 silently.
@@ -235,7 +235,7 @@ def _between(text: str, tag: str) -> str | None:
     return inside.strip() if closing and opening else None
 
 
-# A fence that opens a block is the first of its line, with at most the name of a language after it.
+# A block is opened by the first fence of a line; the first word after the fence is the language.
 _BLOCK = re.compile(r"^(?:(?!```)[^\n])*`{3,}[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
 _PYTHON = re.compile(r"py(?:thon)?[\d.]*", re.IGNORECASE)
 

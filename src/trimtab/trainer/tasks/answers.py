@@ -12,7 +12,7 @@ AnswerFormat = Literal["text", "number", "gsm8k", "boxed"]
 
 _NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?([eE][+-]?\d{1,3})?")
 _FRACTION = re.compile(r"[+-]?\d+/0*[1-9]\d*")
-_BETWEEN_BOXES = re.compile(r"[\s$]*,?\s*(?:and|or)?[\s$]*(?:\w+\s*=\s*)?")
+_NO_WORDS = re.compile(r"(?:[^A-Za-z\\]|\\(?:[A-Za-z]+|[^A-Za-z])|(?:and|or)\b|[A-Za-z]\w*\s*=)*+")
 _BOX = re.compile(r"\\(boxed|fbox|framebox)\s*\{")
 
 
@@ -89,14 +89,14 @@ def boxed(value: Any) -> str:
 
 
 def last_box(text: str) -> str:
-    """Returns the last outermost \\boxed{...}, together with boxes before it that only a comma, "and" or "or" parts.
+    """Returns the last outermost \\boxed{...} and those before it with no words between them but "and" and "or".
 
     Math-verify reads such boxes as one set: "$x = \\boxed{1}$ and $x = \\boxed{2}$". Empty if no box is closed.
     """
     start = end = 0
     for match in [*re.finditer(r"\\boxed\s*\{", text)][-50:]:  # a response may repeat it, each time unclosed
         if match.start() >= end and (content := _balanced(text, match.end())) is not None:
-            start = start if end and _BETWEEN_BOXES.fullmatch(text[end : match.start()]) else match.start()
+            start = start if end and _NO_WORDS.fullmatch(text[end : match.start()]) else match.start()
             end = match.end() + len(content) + 1
     return text[start:end]
 

@@ -130,6 +130,8 @@ CHAT = tasks.build("reasoning-gym", dataset="gcd", style="chat", holdout=1, size
         ("First \\boxed{3}, wait, final \\boxed{4}", "3", 0.0),
         ("$x = \\boxed{1}$ and $x=\\boxed{2}$", "\\{1, 2\\}", 1.0),
         ("$x = \\boxed{1}$ and $x=\\boxed{2}$", "2", 0.0),
+        ("\\(\\boxed{1}\\)\\quad\\text{ or }\\(\\boxed{2}\\)", "\\{1, 2\\}", 1.0),
+        ("So \\boxed{3}. So \\boxed{4}.", "4", 1.0),
         ("$\\boxed{5}$ (put in \\boxed for $7$)", "7", 0.0),
         ("\\boxed{\\frac{\\boxed{1}}{\\boxed{2}}}", "2", 0.0),
         ("\\boxed{27", "27", 0.0),
